@@ -1,0 +1,1 @@
+"""Serves an LLM in two strokes, prefill and decode, on two pools of machines."""

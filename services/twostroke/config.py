@@ -1,0 +1,151 @@
+"""Settings. The only module that reads the environment.
+
+Every setting has a flag (`--kv-connector`) and an environment variable (`TWOSTROKE_KV_CONNECTOR`); the flag wins.
+Durations are in seconds, sizes in bytes or tokens, as the names say.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from twostroke.errors import ConfigError
+
+EngineKind = Literal["vllm", "reference"]
+RoleName = Literal["prefill", "decode", "both"]
+KvConnector = Literal["nixl"]
+FrontEndKind = Literal["vllm", "plain"]
+Address = Annotated[str, StringConstraints(pattern=r"^.+:\d+$")]
+
+S = TypeVar("S", bound="_Settings")
+
+DEFAULT_HTTP_PORT = 8000
+DEFAULT_GRPC_PORT = 50051
+DEFAULT_WORKER_PORT = 50061
+
+
+class _Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="TWOSTROKE_", frozen=True, extra="forbid", env_ignore_empty=True)
+
+
+class RpcSettings(BaseModel):
+    """How gRPC servers and channels behave, on both sides alike."""
+
+    model_config = {"frozen": True}
+
+    max_message_bytes: int = Field(64 << 20, gt=0)
+    keepalive_s: float = Field(10.0, gt=0)
+    keepalive_timeout_s: float = Field(5.0, gt=0)
+    ping_timeout_s: float = Field(5.0, gt=0)
+    reconnect_min_s: float = Field(0.1, gt=0)
+    reconnect_max_s: float = Field(1.0, gt=0)
+
+
+class WorkerSettings(_Settings):
+    """A worker: one engine behind PrefillService, DecodeService and WorkerService."""
+
+    role: RoleName = Field("both", description="What routers send here: prefill, decode or both.")
+    worker_id: str = Field("", description="Stable name in logs and status; role and port when empty.")
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(DEFAULT_WORKER_PORT, ge=0, le=65535, description="gRPC port to listen on; 0 picks one.")
+    engine: EngineKind = Field("vllm", description="vllm, or reference: a deterministic engine for tests.")
+    model: str = Field("", description="Folder or hub name of the model. Empty with vllm is an error.")
+    dtype: str = Field("auto", description="Element type of weights and KV; float32 is fastest on CPUs without bf16.")
+    max_model_len_tokens: int = Field(0, ge=0, description="Longest sequence; 0 is the model's own.")
+    step_budget_tokens: int = Field(512, gt=0, description="Most tokens one engine step computes.")
+    max_sequences: int = Field(64, gt=0, description="Most sequences one engine step runs.")
+    kv_bytes: int = Field(0, ge=0, description="KV memory; 0 lets the engine choose (2 GiB on CPU).")
+    kv_connector: KvConnector = Field("nixl", description="How KV moves between vLLM workers.")
+    kv_host: str = Field("127.0.0.1", description="Address at which other workers fetch KV.")
+    kv_port: int = Field(0, ge=0, le=65535, description="Port of the KV side channel; 0 picks a free one.")
+    kv_lease_s: int = Field(30, gt=0, description="How long KV is held for a decode worker that does not ask for it.")
+    block_size_tokens: int = Field(0, ge=0, description="Tokens per KV block; 0 is the engine's own.")
+    cores: str = Field("", description="CPU cores for computing, such as '0' or '0-3'; empty is all.")
+    tensor_parallel: int = Field(1, gt=0, description="Devices per worker.")
+    gpu_memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of GPU memory to use.")
+    eager: bool | None = Field(None, description="Skip compilation and graph capture; the default is to skip on CPU.")
+    reference_step_ms: float = Field(1.0, ge=0, description="Reference engine: time of a step.")
+    reference_token_us: float = Field(20.0, ge=0, description="Reference engine: time per prompt token in a step.")
+    reference_blocks: int = Field(4096, gt=0, description="Reference engine: KV blocks.")
+    reference_faults: str = Field("", description="Reference engine: fault plan as JSON; see docs/reference_engine.md.")
+    drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
+    rpc: RpcSettings = RpcSettings()
+
+
+class RouterSettings(_Settings):
+    """The router: OpenAI HTTP and gRPC in, a cluster of workers behind."""
+
+    router_id: str = Field("", description="Name in logs and status; host and port when empty.")
+    front_end: FrontEndKind = Field("vllm", description="vllm serves HTTP and text; plain serves token ids over gRPC.")
+    model: str = Field("", description="Folder or hub name of the model whose tokenizer and template to use.")
+    served_model_name: str = Field("", description="Name that clients use; the model's own when empty.")
+    host: str = Field("127.0.0.1", description="Address to listen on, HTTP and gRPC.")
+    http_port: int = Field(DEFAULT_HTTP_PORT, ge=0, le=65535, description="HTTP port.")
+    grpc_port: int = Field(DEFAULT_GRPC_PORT, ge=0, le=65535, description="gRPC port; 0 picks one.")
+    workers: str = Field(
+        f"127.0.0.1:{DEFAULT_WORKER_PORT}",
+        description="Comma-separated host:port; a name with several addresses counts once per address.",
+    )
+    resolve_interval_s: float = Field(3.0, gt=0, description="Seconds between two looks at DNS names.")
+    max_model_len_tokens: int = Field(0, ge=0, description="Longest sequence; 0 is the model's own.")
+    dtype: str = Field("auto", description="As on the workers.")
+    request_timeout_s: float = Field(600.0, gt=0, description="Deadline of requests that bring none.")
+    prefill_attempts: int = Field(3, gt=0, description="How often a prompt is placed before the request fails.")
+    vllm_args: str = Field("", description="Further arguments of vLLM's API server, such as '--tool-call-parser hermes'.")
+    drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
+    rpc: RpcSettings = RpcSettings()
+
+    def worker_targets(self) -> tuple[str, ...]:
+        """The configured workers. Raises ConfigError naming the entry that is not host:port."""
+        targets = tuple(part.strip() for part in self.workers.split(",") if part.strip())
+        for target in targets:
+            host, _, port = target.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ConfigError(f"--workers has {target!r}; write host:port, several separated by commas")
+        if not targets:
+            raise ConfigError("--workers is empty; name at least one worker as host:port")
+        return targets
+
+
+def load(kind: type[S], **flags: Any) -> S:
+    """Settings from flags (those that are not None) over the environment.
+
+    Raises ConfigError with one line per wrong setting, each naming the flag.
+    """
+    try:
+        return kind(**{name: value for name, value in flags.items() if value is not None})
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            name = "-".join(str(part) for part in problem["loc"]).replace("_", "-")
+            lines.append(f"--{name}: {problem['msg'].removeprefix('Value error, ')} (got {problem.get('input')!r})")
+        raise ConfigError("; ".join(lines)) from error
+
+
+def cache_dir() -> Path:
+    """Folder for converted models."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("TWOSTROKE_CACHE_DIR") or Path(base) / "twostroke")
+
+
+def run_dir() -> Path:
+    """Folder of what `twostroke up` started: pids and logs."""
+    default = Path(tempfile.gettempdir()) / f"twostroke-{os.getuid()}"
+    return Path(os.environ.get("TWOSTROKE_RUN_DIR") or default)
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """The environment for a process we start."""
+    return {**os.environ, **extra}
+
+
+def set_environment(**values: str) -> None:
+    """Sets variables that a library reads from the environment, before it is imported."""
+    os.environ.update(values)

@@ -1,0 +1,139 @@
+"""The seam between a worker and the engine it drives.
+
+An engine computes steps. Each step advances every running request by up to one token, and `next_step` reports what came
+of it, for all requests at once. Requests are admitted for one of three strokes:
+
+  PREFILL  compute the prompt, choose one token, hold the prompt's KV until it is read, released or its lease ends
+  DECODE   fetch the prompt's KV from the given hand-off, then write the answer
+  WHOLE    both, here
+
+An engine continues exactly: `request.output_token_ids` count as if it had chosen them itself (for penalties, limits,
+grammar, random numbers), and it does not report them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from twostroke.errors import TwostrokeError
+from twostroke.v1.engine_pb2 import EngineRequest, Finish, Logprobs, PromptStats
+from twostroke.v1.kv_pb2 import Handoff, KvLayout
+
+
+class Stroke(Enum):
+    """What an engine is asked to do for a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    WHOLE = "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is, once it has started."""
+
+    engine: str
+    """ "vllm" or "reference"."""
+    engine_version: str
+    model: str
+    """The model as it was named."""
+    max_model_len_tokens: int
+    """Longest sequence, prompt and answer together."""
+    vocab_size: int
+    total_blocks: int
+    step_budget_tokens: int
+    """Most tokens that one step computes."""
+    max_sequences: int
+    """Most sequences that one step runs."""
+    layout: KvLayout
+    start_phases: tuple[tuple[str, float], ...] = ()
+    """Parts of the start with their durations in milliseconds, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Where an engine stands after a step. Counters run since its start."""
+
+    waiting_requests: int = 0
+    running_requests: int = 0
+    pending_prompt_tokens: int = 0
+    used_blocks: int = 0
+    """Blocks in use, held ones included; blocks that only cache a prefix are free."""
+    held_handoffs: int = 0
+    kv_received_bytes: int = 0
+    kv_received_handoffs: int = 0
+    computed_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class EngineOutput:
+    """What one step brought for one request."""
+
+    request_id: str
+    token_ids: Sequence[int] = ()
+    logprobs: Logprobs | None = None
+    """One position per token, when asked for."""
+    started: bool = False
+    """The first step that runs this request has begun. Reported early by engines that can, else with the first token."""
+    prompt: PromptStats | None = None
+    """Set once, with the first token."""
+    prompt_logprobs: Logprobs | None = None
+    handoff: Handoff | None = None
+    """KV on offer: with `started` where it can be read while prefill runs, else with the end of the PREFILL stroke."""
+    finish: Finish | None = None
+    """The answer is over."""
+    done: bool = False
+    """The request is over on this engine: finished, failed, or its PREFILL stroke is complete."""
+    failure: TwostrokeError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """One step for all requests, and the load after it."""
+
+    outputs: list[EngineOutput] = field(default_factory=list)
+    load: EngineLoad = field(default_factory=EngineLoad)
+
+
+class Engine(Protocol):
+    """What a worker drives. All methods are called from one event loop."""
+
+    async def start(self) -> EngineInfo:
+        """Makes the engine ready.
+
+        Raises ConfigError for a setting that cannot work, EngineError when the engine does not come up. Cancellation
+        takes down what was started.
+        """
+        ...
+
+    async def admit(self, request: EngineRequest, stroke: Stroke, handoff: Handoff | None = None) -> None:
+        """Queues a request. Its outputs come from `next_step`, the last one with `done` set.
+
+        handoff is given for DECODE only. Raises InvalidRequestError (nothing was queued then), EngineError.
+        """
+        ...
+
+    async def cancel(self, request_ids: Sequence[str]) -> None:
+        """Ends requests and frees what they hold, held KV included. No further output names them. Unknown ids are
+        ignored."""
+        ...
+
+    async def release(self, request_ids: Sequence[str]) -> int:
+        """Frees KV held by finished PREFILL strokes that nobody will read. Returns how many of the ids held any."""
+        ...
+
+    async def next_step(self) -> EngineStep:
+        """Waits for the next step and returns its outcome; called again and again by exactly one task.
+
+        Raises EngineError when the engine is lost; every request is lost with it. Cancellation loses no step.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Takes the engine down; idempotent. Held KV becomes unreadable."""
+        ...

@@ -1,0 +1,49 @@
+"""Builds the package: generates the protobuf code that the sources import."""
+
+from __future__ import annotations
+
+import importlib.resources
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+PROTOS = ROOT / "protos"
+SOURCES = ROOT / "services"
+
+
+def generate() -> None:
+    """Writes twostroke/v1/*_pb2*.py(i) beside the sources, so that proto path and import path are the same."""
+    from grpc_tools import protoc
+
+    target = SOURCES / "twostroke" / "v1"
+    target.mkdir(exist_ok=True)
+    files = sorted(str(p.relative_to(PROTOS)) for p in (PROTOS / "twostroke" / "v1").glob("*.proto"))
+    include = importlib.resources.files("grpc_tools") / "_proto"
+    scripts = Path(sys.executable).parent
+    plugins = [
+        f"--plugin={name}={path}"
+        for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+        if (path := scripts / name).exists()
+    ]
+    arguments = ["protoc", f"-I{PROTOS}", f"-I{include}", *plugins]
+    arguments += [f"--{kind}_out={SOURCES}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    if protoc.main([*arguments, *files]) != 0:
+        raise SystemExit("protoc failed; its message is above")
+    (target / "__init__.py").write_text('"""Generated from protos/twostroke/v1; see `make proto`."""\n')
+
+
+class BuildPy(build_py):
+    """build_py that generates first."""
+
+    def run(self) -> None:
+        generate()
+        super().run()
+
+
+if sys.argv[1:] == ["proto"]:
+    generate()
+else:
+    setup(cmdclass={"build_py": BuildPy})
