@@ -97,7 +97,9 @@ class RouterSettings(_Settings):
     dtype: str = Field("auto", description="As on the workers.")
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of requests that bring none.")
     prefill_attempts: int = Field(3, gt=0, description="How often a prompt is placed before the request fails.")
-    vllm_args: str = Field("", description="Further arguments of vLLM's API server, such as '--tool-call-parser hermes'.")
+    vllm_args: str = Field(
+        "", description="Further arguments of vLLM's API server, such as '--tool-call-parser hermes'."
+    )
     drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     rpc: RpcSettings = RpcSettings()

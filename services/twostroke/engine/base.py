@@ -79,7 +79,7 @@ class EngineOutput:
     logprobs: Logprobs | None = None
     """One position per token, when asked for."""
     started: bool = False
-    """The first step that runs this request has begun. Reported early by engines that can, else with the first token."""
+    """The first step that runs this request has begun; early from engines that can tell, else with the first token."""
     prompt: PromptStats | None = None
     """Set once, with the first token."""
     prompt_logprobs: Logprobs | None = None

@@ -1,0 +1,5 @@
+"""`python -m twostroke`: the `twostroke` command."""
+
+from twostroke.cli import main
+
+main()

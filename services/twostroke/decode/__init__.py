@@ -1,0 +1,1 @@
+"""`python -m twostroke.decode`: a worker that is sent answers to write."""

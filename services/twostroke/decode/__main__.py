@@ -1,0 +1,8 @@
+"""Entry point of a decode worker."""
+
+import sys
+
+from twostroke.worker.__main__ import main
+
+if __name__ == "__main__":
+    sys.exit(main(role="decode"))

@@ -1,0 +1,175 @@
+"""Starting vLLM's engine core, and what takes the time.
+
+On CPU vLLM starts three processes one after another, each importing everything anew. Here the two children are forked
+from this process after its imports; nothing but imports has run then, no thread and no gRPC. On GPUs, where a fork
+after CUDA's initialisation is not allowed, vLLM's own method stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from twostroke.config import WorkerSettings, child_environment, set_environment
+from twostroke.errors import ConfigError, EngineError
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CPU_KV_BYTES = 1 << 30
+_PR_SET_PDEATHSIG = 1
+
+# Imported before the fork, so that neither child imports them again.
+_PRELOAD = (
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.structured_output",
+    "twostroke.engine.vllm.nixl",
+    "twostroke.engine.vllm.extension",
+    "twostroke.engine.vllm.forced_tokens",
+)
+
+
+class Phases:
+    """Measures the parts of a start."""
+
+    def __init__(self) -> None:
+        self.durations_ms: list[tuple[str, float]] = []
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Times a block and logs it."""
+        started = time.monotonic()
+        yield
+        duration_ms = (time.monotonic() - started) * 1000
+        self.durations_ms.append((name, duration_ms))
+        log.info("start: %s took %.1f s", name, duration_ms / 1000)
+
+
+def is_cpu() -> bool:
+    """Whether vLLM computes on the CPU here."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def prepare_environment(settings: WorkerSettings) -> int:
+    """Sets what vLLM reads from the environment; call before importing it. Returns the KV side channel's port."""
+    port = settings.kv_port or _free_port(settings.kv_host)
+    values = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": settings.kv_host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        "VLLM_LOGGING_LEVEL": settings.log_level,
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # The first use of log probabilities would compile for minutes.
+        "TORCHDYNAMO_DISABLE": "1",
+        "NIXL_LOG_LEVEL": "WARN",
+    }
+    if settings.cores:
+        values["VLLM_CPU_OMP_THREADS_BIND"] = settings.cores
+    if Path(settings.model).is_dir():
+        values["HF_HUB_OFFLINE"] = "1"
+    set_environment(**values)
+    return port
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(f"cannot use {host} for the KV side channel: {error}; set --kv-host") from error
+        return int(probe.getsockname()[1])
+
+
+def engine_args(settings: WorkerSettings, engine_id: str) -> Any:
+    """vLLM's arguments for a worker. Raises ConfigError for a model that is not there."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    if not settings.model:
+        raise ConfigError("no model; name a folder or a hub name with --model")
+    cpu = is_cpu()
+    kv_bytes = settings.kv_bytes or (DEFAULT_CPU_KV_BYTES if cpu else None)
+    return AsyncEngineArgs(
+        model=settings.model,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len_tokens or None,
+        max_num_batched_tokens=settings.step_budget_tokens,
+        max_num_seqs=settings.max_sequences,
+        block_size=settings.block_size_tokens or None,
+        tensor_parallel_size=settings.tensor_parallel,
+        gpu_memory_utilization=settings.gpu_memory_fraction,
+        kv_cache_memory_bytes=kv_bytes,
+        enforce_eager=cpu if settings.eager is None else settings.eager,
+        enable_prefix_caching=True,
+        # The front end of the router applied the model's generation settings already.
+        generation_config="vllm",
+        logits_processors=["twostroke.engine.vllm.forced_tokens:ForcedTokens"],
+        worker_extension_cls="twostroke.engine.vllm.extension.WorkerExtension",
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="NixlConnector",
+            kv_connector_module_path="twostroke.engine.vllm.nixl",
+            kv_role="kv_both",
+            engine_id=engine_id,
+            # A prompt that could not be fetched is placed again by the router, never computed here unseen.
+            kv_load_failure_policy="fail",
+            kv_connector_extra_config={"kv_lease_duration": settings.kv_lease_s},
+        ),
+    )
+
+
+def create_config(settings: WorkerSettings, engine_id: str) -> Any:
+    """vLLM's configuration. Raises ConfigError with vLLM's own first line for a model or setting it refuses."""
+    try:
+        return engine_args(settings, engine_id).create_engine_config()
+    except (ValueError, OSError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"vLLM refuses model {settings.model!r}: {first}") from error
+
+
+def start_client(config: Any) -> Any:
+    """Starts the engine core's processes and waits for them. Raises EngineError when they do not come up."""
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor import Executor
+
+    if is_cpu():
+        for module in _PRELOAD:
+            importlib.import_module(module)
+        set_environment(VLLM_WORKER_MULTIPROC_METHOD="fork")
+        os.register_at_fork(after_in_child=_die_with_parent)
+    try:
+        return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True)
+    except (RuntimeError, TimeoutError, ValueError) as error:
+        raise EngineError(f"vLLM's engine did not start: {error}; its own message is in the log above") from error
+
+
+def _die_with_parent() -> None:
+    # Without it a worker that is killed leaves its engine behind, with its memory and its ports.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def preload_libraries() -> None:
+    """Starts this process again with the libraries that vLLM on CPU wants preloaded, unless it has them."""
+    environment = child_environment()
+    if "libiomp5" in environment.get("LD_PRELOAD", "") or not sys.platform.startswith("linux"):
+        return
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if Path("/dev/nvidia0").exists() or not openmp.exists():
+        return
+    set_environment(LD_PRELOAD=":".join(filter(None, [environment.get("LD_PRELOAD"), str(openmp)])))
+    os.execv(sys.executable, sys.orig_argv)  # noqa: S606 the same program again

@@ -1,0 +1,93 @@
+"""vLLM's stock NIXL connector, made fit to share a machine, and its parameters on the wire.
+
+Three things are changed, none of them in the protocol: the agent's progress thread, which spins on a whole core, is
+not started (the connector polls in every step, and the engine steps while KV is held or awaited); the connector's
+pinning of the computing thread to the last core is undone; and held KV can be released on the router's word instead of
+by time-out.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+from twostroke.v1.kv_pb2 import BlockGroup, NixlTransfer
+
+
+class NixlConnector(NixlPullConnector):
+    """The stock pull connector with the changes named above. Keeps the name that vLLM's configuration checks for."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        affinity = os.sched_getaffinity(0)
+        stock = base_worker.nixl_agent_config
+        if role is KVConnectorRole.WORKER and stock is not None:
+            base_worker.nixl_agent_config = functools.partial(stock, enable_prog_thread=False)
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        finally:
+            base_worker.nixl_agent_config = stock
+            os.sched_setaffinity(0, affinity)
+        self._released: set[str] = set()
+
+    def release(self, request_ids: list[str]) -> int:
+        """Worker side: gives up held KV at the next step. Returns how many of the ids held any."""
+        worker = self.connector_worker
+        held = [request_id for request_id in request_ids if request_id in worker._reqs_to_process]
+        for request_id in held:
+            worker._reqs_to_process.discard(request_id)
+            worker._reqs_to_send.pop(request_id, None)
+        self._released.update(held)
+        return len(held)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The stock results, and what was released since the last step."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self._released:
+            results.finished_sending.update(self._released)
+            self._released.clear()
+        return results
+
+
+def request_params() -> dict[str, Any]:
+    """What a prefill request carries to have its KV held."""
+    return {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def to_wire(params: dict[str, Any]) -> NixlTransfer:
+    """The stock connector's parameters of a finished prefill."""
+    return NixlTransfer(
+        engine_id=params["remote_engine_id"],
+        remote_request_id=params["remote_request_id"],
+        host=params["remote_host"],
+        port=params["remote_port"],
+        tensor_parallel=params["tp_size"],
+        decode_context_parallel=params["dcp_size"],
+        pipeline_parallel=params["pp_size"],
+        groups=[BlockGroup(block_ids=group) for group in params["remote_block_ids"]],
+        tokens=params["remote_num_tokens"],
+        mode=params["transfer_mode"],
+    )
+
+
+def from_wire(transfer: NixlTransfer) -> dict[str, Any]:
+    """The parameters of a decode request."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": transfer.engine_id,
+        "remote_request_id": transfer.remote_request_id,
+        "remote_host": transfer.host,
+        "remote_port": transfer.port,
+        "tp_size": transfer.tensor_parallel,
+        "dcp_size": transfer.decode_context_parallel,
+        "pp_size": transfer.pipeline_parallel,
+        "remote_block_ids": tuple(list(group.block_ids) for group in transfer.groups),
+        "remote_num_tokens": transfer.tokens,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": transfer.mode,
+    }

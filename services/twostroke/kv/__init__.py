@@ -1,0 +1,1 @@
+"""How KV moves between workers."""

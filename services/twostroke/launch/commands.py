@@ -1,0 +1,209 @@
+"""The commands of the launcher, from flags to exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+
+from twostroke.config import RouterSettings, WorkerSettings, child_environment, run_dir
+from twostroke.errors import ConfigError
+from twostroke.flags import read
+from twostroke.launch import ask, cluster, devices, model, plan, ports, timeline
+from twostroke.launch import down as ending
+from twostroke.launch import logs as logging
+from twostroke.launch import status as viewing
+from twostroke.launch import up as launching
+from twostroke.launch.board import Board, say
+from twostroke.launch.state import RunDir
+from twostroke.v1.inference_pb2 import GenerateRequest
+
+_STATUS_TIMEOUT_S = 5.0
+_QUESTION_TOKENS = 48
+_REFERENCE_PROMPT = range(1, 33)
+
+
+@dataclass(frozen=True, slots=True)
+class UpFlags:
+    """The flags of `up`. None is: as the environment says, else the default."""
+
+    model: str
+    engine: str | None
+    prefill: int
+    decode: int
+    host: str | None
+    http_port: int | None
+    grpc_port: int | None
+    detach: bool
+    question: str | None
+    """None asks nothing."""
+    dtype: str | None
+    served_model_name: str | None
+    cores_per_worker: int
+    worker_args: str
+    router_args: str
+    ready_timeout_s: float
+    grace_s: float
+
+
+def up(flags: UpFlags) -> int:
+    """Starts and watches over a cluster; see `launch.up.run`. Raises ConfigError for what cannot work."""
+    console = Console()
+    options = _options(flags)
+    environment = child_environment()
+    found = devices.detect(environment)
+    folder = RunDir(run_dir())
+    with folder.claim():
+        ports.require_free(options.host, plan.listening_ports(options, found))
+        if options.engine == "vllm":
+            options = replace(options, model=_obtain(options.model, console))
+        made = plan.make(options, found, environment)
+        question, shown = (None, "") if flags.question is None else _question(flags.question, bool(made.http))
+        manner = launching.Manner(
+            question=question,
+            question_text=shown,
+            detach=flags.detach,
+            ready_timeout_s=flags.ready_timeout_s,
+            grace_s=flags.grace_s,
+        )
+        return asyncio.run(launching.run(made, folder, manner, console))
+
+
+def _options(flags: UpFlags) -> plan.UpOptions:
+    given = {
+        "--host": flags.host,
+        "--http-port": flags.http_port,
+        "--grpc-port": flags.grpc_port,
+        "--model": flags.model or None,
+        "--served-model-name": flags.served_model_name,
+    }
+    router = read(RouterSettings, [f"{flag}={value}" for flag, value in given.items() if value is not None])
+    chosen = {"--engine": flags.engine, "--dtype": flags.dtype}
+    worker = read(WorkerSettings, [f"{flag}={value}" for flag, value in chosen.items() if value is not None])
+    return plan.UpOptions(
+        engine=worker.engine,
+        model=router.model,
+        served_model_name=router.served_model_name,
+        prefill=flags.prefill,
+        decode=flags.decode,
+        host=router.host,
+        http_port=router.http_port,
+        grpc_port=router.grpc_port,
+        dtype=worker.dtype if "dtype" in worker.model_fields_set else "",
+        cores_per_worker=flags.cores_per_worker,
+        worker_args=_split("--worker-args", flags.worker_args),
+        router_args=_split("--router-args", flags.router_args),
+    )
+
+
+def _split(flag: str, text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {str(error).lower()} in {text!r}") from error
+
+
+def _obtain(name: str, console: Console) -> str:
+    with Board(console, ["model"]) as board:
+        found = model.obtain(name, lambda step: board.show("model", f"{name or model.BUNDLED}: {step}"))
+    say(console, f"Model {found}")
+    return found
+
+
+def _question(text: str, reads_text: bool) -> tuple[GenerateRequest, str]:
+    if reads_text:
+        return ask.chat(text, _QUESTION_TOKENS), text
+    shown = f"the token ids {_REFERENCE_PROMPT[0]} to {_REFERENCE_PROMPT[-1]} (this front end reads no text)"
+    return ask.tokens(_REFERENCE_PROMPT, _QUESTION_TOKENS), shown
+
+
+def down(grace_s: float) -> int:
+    """Ends what `up` started; nothing running is no error."""
+    console = Console()
+    names, killed = asyncio.run(ending.down(RunDir(run_dir()), grace_s))
+    say(console, f"Ended {', '.join(names)}." if names else f"Nothing runs from {run_dir()}.")
+    if killed:
+        say(console, f"Had to kill {', '.join(killed)}.", "red")
+    return 0
+
+
+def logs(name: str, follow: bool, lines: int) -> int:
+    """Prints logs; with `follow` until interrupted."""
+    chosen = logging.choose(RunDir(run_dir()), name)
+
+    def show(line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    if follow:
+        logging.follow(chosen, lines, show)
+    for line in logging.recent(chosen, lines):
+        show(line)
+    return 0
+
+
+def status(router: str, as_json: bool) -> int:
+    """Prints a router's view of its cluster. Raises UnavailableError when it does not answer."""
+    folder = RunDir(run_dir())
+    local = None if router else folder.load()
+    target = _target(router)
+    view = asyncio.run(cluster.fetch(target, _STATUS_TIMEOUT_S))
+    if as_json:
+        sys.stdout.write(viewing.as_json(target, view, local) + "\n")
+    else:
+        viewing.show(Console(), target, view, local)
+    return 0
+
+
+def generate(
+    prompt: str, router: str, max_tokens: int, raw: bool, tokens: bool, show_timeline: bool, timeout_s: float
+) -> int:
+    """Streams one answer to stdout. Raises what the router raised."""
+    if tokens:
+        request = ask.tokens(_token_ids(prompt), max_tokens)
+    else:
+        request = ask.text(prompt, max_tokens) if raw else ask.chat(prompt, max_tokens)
+
+    def show(piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    last = asyncio.run(ask.stream(_target(router), request, timeout_s, show))
+    sys.stdout.write("\n")
+    if show_timeline:
+        sys.stdout.write("\n".join(["", *timeline.render(last.timeline, last.usage), ""]))
+    return 0
+
+
+def model_fetch(name: str) -> int:
+    """Obtains a model and prints its folder, alone on stdout."""
+    router = read(RouterSettings, [f"--model={name}"] if name else [])
+    sys.stdout.write(_obtain(router.model, Console(stderr=True)) + "\n")
+    return 0
+
+
+def _target(router: str) -> str:
+    """The named router, else the one that `up` started here, else the one of the settings."""
+    if router:
+        host, _, port = router.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"--router {router}: write host:port, its gRPC port (50051 unless set)")
+        return router
+    state = RunDir(run_dir()).load()
+    if state is not None:
+        return state.grpc
+    settings = read(RouterSettings, [])
+    return f"{settings.host}:{settings.grpc_port}"
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        ids = [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise ConfigError(f"--tokens wants numbers separated by commas, not {text!r}") from error
+    if not ids or min(ids) < 0:
+        raise ConfigError("--tokens wants at least one number, none below 0")
+    return ids

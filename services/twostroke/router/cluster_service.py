@@ -1,0 +1,70 @@
+"""ClusterService: what this router sees of its cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from twostroke.router.dispatch import Dispatcher
+from twostroke.router.member import Member, MemberState
+from twostroke.v1 import cluster_pb2 as pb
+from twostroke.v1 import cluster_pb2_grpc
+
+MIN_INTERVAL_S = 0.1
+
+_STATES = {
+    MemberState.UNREACHABLE: pb.WORKER_STATE_UNREACHABLE,
+    MemberState.STARTING: pb.WORKER_STATE_STARTING,
+    MemberState.READY: pb.WORKER_STATE_READY,
+    MemberState.REFUSED: pb.WORKER_STATE_REFUSED,
+}
+
+
+class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
+    """Describes a dispatcher's pool."""
+
+    def __init__(self, dispatcher: Dispatcher, router_id: str) -> None:
+        self._dispatcher = dispatcher
+        self._router_id = router_id
+
+    async def Watch(
+        self, request: pb.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.WatchResponse]:
+        """The cluster now and at every change, at most ten times a second."""
+        while True:
+            yield self._view()
+            if request.once:
+                return
+            await self._dispatcher.pool.wait_changed()
+            await asyncio.sleep(MIN_INTERVAL_S)
+
+    def _view(self) -> pb.WatchResponse:
+        pool = self._dispatcher.pool
+        names = {member.address: member.worker_id for member in pool.members}
+        waiting_for = self._dispatcher.waiting_for()
+        return pb.WatchResponse(
+            router_id=self._router_id,
+            ready=not waiting_for,
+            waiting_for=waiting_for,
+            workers=[_worker(member) for member in pool.members],
+            refused_pairs=[
+                pb.RefusedPair(prefill_worker_id=names[prefill], decode_worker_id=names[decode], reason=why)
+                for (prefill, decode), why in pool.refused_pairs.items()
+            ],
+            requests=self._dispatcher.active_requests,
+            recomputed_prompts=self._dispatcher.recomputed_prompts,
+        )
+
+
+def _worker(member: Member) -> pb.WorkerView:
+    return pb.WorkerView(
+        address=member.address,
+        state=_STATES[member.state],
+        detail=member.detail,
+        info=member.info,
+        load=member.load,
+        router_requests=member.session.active if member.session else 0,
+    )

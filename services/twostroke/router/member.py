@@ -1,0 +1,157 @@
+"""One worker as the router sees it: connection, description, load, session, and what this router has on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import Enum
+
+import grpc
+import grpc.aio
+
+from twostroke.config import RpcSettings
+from twostroke.errors import TwostrokeError
+from twostroke.policy.placement import WorkerSnapshot
+from twostroke.router.session import DecodeSession
+from twostroke.rpc.channel import connect
+from twostroke.rpc.status import to_error
+from twostroke.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 5.0
+RETRY_S = 0.25
+LOAD_INTERVAL_MS = 500
+# Releases of one worker are sent together; a request is not worth an RPC of its own.
+RELEASE_WINDOW_S = 0.02
+
+
+class MemberState(Enum):
+    """How a worker stands."""
+
+    UNREACHABLE = "unreachable"
+    STARTING = "starting"
+    READY = "ready"
+    REFUSED = "refused"
+
+
+class Member:
+    """Keeps one worker connected. `changed` is called on every change of state or load."""
+
+    def __init__(
+        self,
+        address: str,
+        router_id: str,
+        rpc: RpcSettings,
+        *,
+        accept: Callable[[worker_pb2.GetInfoResponse], str | None],
+        changed: Callable[[], None],
+        step_done: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.state = MemberState.UNREACHABLE
+        self.detail = "not tried yet"
+        self.info: worker_pb2.GetInfoResponse | None = None
+        self.load: worker_pb2.WatchLoadResponse | None = None
+        self.session: DecodeSession | None = None
+        self.prefill_tokens = 0
+        """Prompt tokens that this router has placed here and that are not computed yet."""
+        self._router_id = router_id
+        self._accept = accept
+        self._changed = changed
+        self._step_done = step_done
+        self._channel = connect(address, rpc)
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
+        self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self._to_release: list[str] = []
+        self._release_task: asyncio.Task[None] | None = None
+
+    @property
+    def worker_id(self) -> str:
+        """The worker's own name, or its address until it told."""
+        return self.info.worker_id if self.info else self.address
+
+    async def run(self) -> None:
+        """Connects and reconnects; returns only by cancellation, which closes the connection."""
+        try:
+            while True:
+                try:
+                    await self._connected()
+                except grpc.aio.AioRpcError as error:
+                    self._leave(to_error(error).message)
+                except TwostrokeError as error:
+                    self._leave(error.message)
+                await asyncio.sleep(RETRY_S)
+        finally:
+            if self._release_task is not None:
+                self._release_task.cancel()
+            await self._channel.close()
+
+    def _set(self, state: MemberState, detail: str) -> None:
+        if (state, detail) != (self.state, self.detail):
+            log.info("worker %s at %s is %s%s", self.worker_id, self.address, state.value, f": {detail}" * bool(detail))
+            self.state, self.detail = state, detail
+            self._changed()
+
+    def _leave(self, detail: str) -> None:
+        self.session = None
+        self.load = None
+        self._set(MemberState.UNREACHABLE, detail)
+
+    async def _connected(self) -> None:
+        info = await self._worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_S)
+        self.info = info
+        if refusal := self._accept(info):
+            self._set(MemberState.REFUSED, refusal)
+            await self._watch_load()
+            return
+        self._set(MemberState.STARTING, "opening its session")
+        session = DecodeSession(self._channel, self._router_id, info.worker_id, info.epoch, self._step_done)
+        opened = asyncio.Event()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(session.run(opened.set), name=f"session {self.address}")
+                group.create_task(self._watch_load(), name=f"load {self.address}")
+                await opened.wait()
+                self.session = session
+                self._set(MemberState.READY, "")
+        except* (grpc.aio.AioRpcError, TwostrokeError) as errors:
+            raise errors.exceptions[0] from None
+
+    async def _watch_load(self) -> None:
+        request = worker_pb2.WatchLoadRequest(interval_ms=LOAD_INTERVAL_MS)
+        async for load in self._worker.WatchLoad(request):
+            self.load = load
+            self._changed()
+
+    def snapshot(self) -> WorkerSnapshot:
+        """For placement: what the worker reported, and what this router has sent since. Needs state READY."""
+        assert self.info is not None
+        role = self.load.role if self.load else self.info.role
+        used = self.load.used_blocks if self.load else 0
+        return WorkerSnapshot(
+            worker=self.address,
+            reads_prompts=role in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_BOTH),
+            writes_answers=role in (worker_pb2.ROLE_DECODE, worker_pb2.ROLE_BOTH),
+            pending_prompt_tokens=max(self.prefill_tokens, self.load.pending_prompt_tokens if self.load else 0),
+            running_sequences=self.session.active if self.session else 0,
+            free_blocks=self.info.total_blocks - used,
+            block_size_tokens=self.info.layout.block_size_tokens,
+        )
+
+    def release(self, request_id: str) -> None:
+        """Tells the worker, soon, that nobody needs this KV any more. Its lease is the backstop when that fails."""
+        self._to_release.append(request_id)
+        if self._release_task is None:
+            self._release_task = asyncio.get_running_loop().create_task(self._send_releases())
+
+    async def _send_releases(self) -> None:
+        await asyncio.sleep(RELEASE_WINDOW_S)
+        request = prefill_pb2.ReleaseRequest(request_ids=self._to_release)
+        self._to_release = []
+        self._release_task = None
+        try:
+            await self.prefill.Release(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.warning("worker %s did not take a release: %s; its lease ends it", self.worker_id, error.details())

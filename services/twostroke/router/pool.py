@@ -1,0 +1,154 @@
+"""All workers that the router knows, and whether they can serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from twostroke.config import RouterSettings
+from twostroke.kv.layout import difference
+from twostroke.policy.placement import ClusterSnapshot
+from twostroke.router.discovery import resolve
+from twostroke.router.member import Member, MemberState
+from twostroke.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, GetInfoResponse
+
+log = logging.getLogger(__name__)
+
+
+class WorkerPool:
+    """Keeps a Member per address of the configured targets.
+
+    step_done: called after every decode step with all its rows delivered.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        router_id: str,
+        *,
+        step_done: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._router_id = router_id
+        self._targets = settings.worker_targets()
+        self._max_model_len_tokens = 0
+        self._step_done = step_done
+        self._members: dict[str, Member] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._failures: tuple[str, ...] = ()
+        self._changed = asyncio.Event()
+        self.refused_pairs: dict[tuple[str, str], str] = {}
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """Every worker known, in order of address."""
+        return [self._members[address] for address in sorted(self._members)]
+
+    def member(self, address: str) -> Member | None:
+        """The worker at an address, if it is still known."""
+        return self._members.get(address)
+
+    async def run(self, max_model_len_tokens: int = 0) -> None:
+        """Follows the targets; returns only by cancellation, which closes every connection.
+
+        max_model_len_tokens: what the front end promises its clients; a worker with less is refused. 0 promises what
+        the workers have.
+        """
+        self._max_model_len_tokens = max_model_len_tokens
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    found = await resolve(self._targets)
+                    self._failures = found.failures
+                    for failure in found.failures:
+                        log.warning("%s", failure)
+                    self._follow(group, found.addresses, keep=bool(found.failures))
+                    await asyncio.sleep(self._settings.resolve_interval_s)
+        finally:
+            self._members.clear()
+            self._tasks.clear()
+
+    def _follow(self, group: asyncio.TaskGroup, addresses: frozenset[str], *, keep: bool) -> None:
+        for address in addresses - self._members.keys():
+            member = Member(
+                address,
+                self._router_id,
+                self._settings.rpc,
+                accept=self._accept,
+                changed=self._on_change,
+                step_done=self._step_done,
+            )
+            self._members[address] = member
+            self._tasks[address] = group.create_task(member.run(), name=f"worker {address}")
+        for address in self._members.keys() - addresses:
+            # A resolver that fails says nothing about the workers that it named before.
+            if not keep and self._members[address].state is not MemberState.READY:
+                log.info("worker %s is no longer named by %s", address, ",".join(self._targets))
+                del self._members[address]
+                self._tasks.pop(address).cancel()
+                self._on_change()
+
+    def _accept(self, info: GetInfoResponse) -> str | None:
+        if info.max_model_len_tokens < self._max_model_len_tokens:
+            return (
+                f"the router serves sequences of {self._max_model_len_tokens} tokens, the worker only "
+                f"{info.max_model_len_tokens}; set --max-model-len-tokens alike on both"
+            )
+        return None
+
+    def _on_change(self) -> None:
+        self._compare()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _compare(self) -> None:
+        described = [(member, member.info) for member in self.members if member.info is not None]
+        refused = {
+            (prefill.address, decode.address): why
+            for prefill, prefill_info in described
+            if prefill_info.role != ROLE_DECODE
+            for decode, decode_info in described
+            if decode_info.role != ROLE_PREFILL and prefill is not decode
+            if (why := difference(prefill_info.layout, decode_info.layout))
+        }
+        for pair, why in refused.items():
+            if pair not in self.refused_pairs:
+                log.error("%s and %s cannot exchange KV: %s", *pair, why)
+        self.refused_pairs = refused
+
+    async def wait_changed(self) -> None:
+        """Returns at the next change of any worker."""
+        await self._changed.wait()
+
+    def ready_members(self) -> list[Member]:
+        """The workers that take requests."""
+        return [member for member in self.members if member.state is MemberState.READY]
+
+    def snapshot(self) -> ClusterSnapshot:
+        """For placement."""
+        return ClusterSnapshot(
+            [member.snapshot() for member in self.ready_members()], frozenset(self.refused_pairs.keys())
+        )
+
+    def max_model_len_tokens(self) -> int:
+        """The longest sequence that every ready worker takes; 0 when none is ready."""
+        lengths = [member.info.max_model_len_tokens for member in self.ready_members() if member.info]
+        return self._max_model_len_tokens or min(lengths, default=0)
+
+    def waiting_for(self) -> str:
+        """What keeps the router from serving; empty when nothing does."""
+        workers = self.snapshot().workers
+        readers = [worker.worker for worker in workers if worker.reads_prompts]
+        writers = [worker.worker for worker in workers if worker.writes_answers]
+        if any((p, d) not in self.refused_pairs for p in readers for d in writers):
+            return ""
+        missing = [f"a {role} worker" for role, found in (("prefill", readers), ("decode", writers)) if not found]
+        if not missing:
+            return "a pair that can exchange KV: " + "; ".join(sorted(set(self.refused_pairs.values())))
+        known = [
+            f"{member.address} is {member.state.value}{f': {member.detail}' * bool(member.detail)}"
+            for member in self.members
+            if member.state is not MemberState.READY
+        ]
+        return " and ".join(missing) + " (" + ("; ".join([*known, *self._failures]) or "none configured") + ")"

@@ -1,0 +1,201 @@
+"""The cluster, dressed as vLLM's engine core.
+
+vLLM's front end (AsyncLLM and the servers on top of it) talks to an EngineCoreClient: requests in as token ids, outputs
+back once per step. This client's engine is the dispatcher, so the whole of vLLM's surface works on two pools and cannot
+tell them from one engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+from google.protobuf import struct_pb2
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.metrics.stats import PrefillStats
+
+from twostroke.engine.vllm import logprobs as logprobs_codec
+from twostroke.engine.vllm.sampling import to_wire as sampling_to_wire
+from twostroke.errors import Code, InvalidRequestError, TwostrokeError, UnsupportedFieldError
+from twostroke.router.dispatch import Dispatcher
+from twostroke.router.output import Output
+from twostroke.v1 import engine_pb2 as pb
+
+_HTTP_STATUS = {
+    Code.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
+    Code.NOT_FOUND: HTTPStatus.NOT_FOUND,
+    Code.RESOURCE_EXHAUSTED: HTTPStatus.TOO_MANY_REQUESTS,
+    Code.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
+    Code.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,
+}
+
+_FINISH = {
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    pb.FINISH_REASON_ABORT: FinishReason.ABORT,
+    pb.FINISH_REASON_ERROR: FinishReason.ERROR,
+    pb.FINISH_REASON_REPETITION: FinishReason.REPETITION,
+}
+
+# Parts of a request that no engine of the cluster takes, with the name that a client knows them by.
+_REFUSED = {
+    "mm_features": "images, audio or video",
+    "pooling_params": "embeddings and pooling",
+    "prompt_embeds": "prompt_embeds",
+    "lora_request": "LoRA adapters",
+    "data_parallel_rank": "data_parallel_rank",
+    "kv_hints": "kv_hints",
+    "resumable": "streamed prompts",
+}
+
+
+def to_vllm_error(error: TwostrokeError) -> Exception:
+    """The exception from which vLLM's servers make the right HTTP status."""
+    made: Exception
+    if isinstance(error, InvalidRequestError):
+        made = VLLMValidationError(error.message)
+    else:
+        made = GracefulHTTPError(error.message, _HTTP_STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR))
+    # The gRPC edge wants the original back from behind vLLM's front end.
+    made.__cause__ = error
+    return made
+
+
+def engine_request(request: EngineCoreRequest) -> pb.EngineRequest:
+    """Encodes. Raises UnsupportedFieldError naming what the cluster does not do."""
+    for field, name in _REFUSED.items():
+        if getattr(request, field):
+            raise UnsupportedFieldError(f"{name} cannot be served through two pools")
+    wire = pb.EngineRequest(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=sampling_to_wire(request.sampling_params),
+        priority=request.priority,
+        trace_context=request.trace_headers,
+    )
+    if request.cache_salt is not None:
+        wire.cache_salt = request.cache_salt
+    if request.reasoning_ended is not None:
+        wire.reasoning_ended = request.reasoning_ended
+    if request.session_id is not None:
+        wire.session_id = request.session_id
+    if request.reasoning_parser_kwargs:
+        kwargs = struct_pb2.Struct()
+        kwargs.update(request.reasoning_parser_kwargs)
+        wire.reasoning_parser_kwargs.CopyFrom(kwargs)
+    return wire
+
+
+class ClusterCore(EngineCoreClient):
+    """See the module. `bind` it to the AsyncLLM's output processor before the first request."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._processor: Any = None
+        # What AsyncLLM looks at beyond the abstract class.
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.engine_ranks_managed = [0]
+        self.on_http_start: Callable[[], None] = lambda: None
+        dispatcher.connect(self._take)
+
+    def bind(self, output_processor: Any) -> None:
+        """Whose requests these are; failures are put into their queues."""
+        self._processor = output_processor
+
+    def waiting_for(self) -> str:
+        """What keeps the cluster from serving; empty when nothing does."""
+        return self._dispatcher.waiting_for()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Starts a request. Raises what `to_vllm_error` makes of a refusal."""
+        try:
+            self._dispatcher.submit(engine_request(request), public_id=request.external_req_id or "")
+        except TwostrokeError as error:
+            # AsyncLLM registered it already and does not clean up when this raises.
+            self._processor.abort_requests([request.request_id], internal=True)
+            raise to_vllm_error(error) from error
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """Ends requests on every worker."""
+        for request_id in request_ids:
+            self._dispatcher.cancel(request_id)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """The next step's outputs."""
+        return await self._outputs.get()
+
+    def _take(self, outputs: Sequence[Output]) -> None:
+        converted = [_convert(output) for output in outputs if output.failure is None]
+        if converted:
+            self._outputs.put_nowait(EngineCoreOutputs(outputs=converted))
+        for output in outputs:
+            if output.failure is not None:
+                self._fail(output.request_id, output.failure)
+
+    def _fail(self, request_id: str, error: TwostrokeError) -> None:
+        state = self._processor.request_states.get(request_id)
+        if state is None:
+            return
+        # One choice of several takes the whole request down: a client cannot use half an answer.
+        whole = state.parent_req.request_id if state.parent_req is not None else request_id
+        state.queue.put(to_vllm_error(error))
+        for other in self._processor.abort_requests([whole], internal=True):
+            self._dispatcher.cancel(other)
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        """Text generation."""
+        return ("generate",)
+
+    async def is_sleeping_async(self) -> bool:
+        """Never."""
+        return False
+
+    async def is_scheduler_paused_async(self) -> bool:
+        """Never."""
+        return False
+
+    async def reset_prefix_cache_async(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Not done: the caches are the workers'."""
+        return False
+
+    async def reset_mm_cache_async(self) -> None:
+        """There is none."""
+
+    async def reset_encoder_cache_async(self) -> None:
+        """There is none."""
+
+    def dp_engines_running(self) -> bool:
+        """Not data parallel."""
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """The dispatcher outlives the front end; nothing to do."""
+
+
+def _convert(output: Output) -> EngineCoreOutput:
+    converted = EngineCoreOutput(request_id=output.request_id, new_token_ids=list(output.token_ids))
+    if output.logprobs is not None:
+        converted.new_logprobs = logprobs_codec.to_lists(output.logprobs)
+    if output.prompt_logprobs is not None:
+        converted.new_prompt_logprobs_tensors = logprobs_codec.to_tensors(output.prompt_logprobs)
+    if output.finish is not None:
+        converted.finish_reason = _FINISH[output.finish.reason]
+        stop = output.finish.WhichOneof("stop")
+        converted.stop_reason = getattr(output.finish, stop) if stop else None
+    if output.prompt is not None:
+        stats = output.prompt
+        converted.prefill_stats = PrefillStats(
+            num_prompt_tokens=stats.prompt_tokens,
+            num_computed_tokens=stats.computed_tokens,
+            num_cached_tokens=stats.cached_tokens,
+            num_local_cached_tokens=stats.cached_tokens,
+        )
+    return converted

@@ -1,0 +1,1 @@
+"""gRPC servers and channels: the only package that builds either."""

@@ -1,0 +1,111 @@
+"""What every server does around every call, without touching a message.
+
+Three things that grpc.aio leaves to the application: errors become statuses; a handler's own cancellation becomes a
+status too, because a CancelledError that a handler lets escape leaves its client waiting for ever; and calls without a
+deadline are refused where the service demands one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from twostroke.errors import EngineError, InvalidRequestError, TwostrokeError
+from twostroke.rpc.status import abort
+
+log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:  # grpc's classes are generic in their stubs only
+    _Context = grpc.aio.ServicerContext[Any, Any]
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+    _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]
+
+
+class BoundaryInterceptor(grpc.aio.ServerInterceptor):
+    """Maps errors and demands deadlines.
+
+    deadline_methods: full method names whose callers must set a deadline.
+    """
+
+    def __init__(self, deadline_methods: frozenset[str] = frozenset()) -> None:
+        self._deadline_methods = deadline_methods
+
+    async def intercept_service(
+        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> _Handler | None:
+        """Wraps the handler of one call."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith("/grpc."):
+            return handler
+        needs_deadline = method in self._deadline_methods
+        if handler.response_streaming:
+            inner = handler.stream_stream or handler.unary_stream
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            wrapped: Any = _streaming(inner, method, needs_deadline)
+        else:
+            inner = handler.stream_unary or handler.unary_unary
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+            wrapped = _unary(inner, method, needs_deadline)
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+
+
+def _refuse_without_deadline(context: _Context, method: str) -> None:
+    if context.time_remaining() is None:
+        raise InvalidRequestError(f"{method} needs a deadline; set a timeout on the call")
+
+
+async def _fail(context: _Context, method: str, error: BaseException) -> None:
+    if isinstance(error, TwostrokeError):
+        await abort(context, error)
+    if isinstance(error, asyncio.CancelledError):
+        if context.cancelled() or context.done():
+            raise error
+        await abort(context, EngineError(f"{method} was cancelled by its own server"))
+    log.error("%s failed", method, exc_info=error)
+    await abort(context, EngineError(f"{method} failed: {type(error).__name__}: {error}"))
+
+
+def _unary(inner: Any, method: str, needs_deadline: bool) -> Callable[[Any, _Context], Awaitable[Any]]:
+    async def call(request: Any, context: _Context) -> Any:
+        try:
+            if needs_deadline:
+                _refuse_without_deadline(context, method)
+            return await inner(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except BaseException as error:
+            await _fail(context, method, error)
+
+    return call
+
+
+def _streaming(inner: Any, method: str, needs_deadline: bool) -> Callable[[Any, _Context], AsyncIterator[Any]]:
+    async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
+        messages: AsyncIterator[Any] = inner(request, context)
+        try:
+            if needs_deadline:
+                _refuse_without_deadline(context, method)
+            async for message in messages:
+                yield message
+        except (grpc.aio.AbortError, GeneratorExit):
+            raise
+        except BaseException as error:
+            await _fail(context, method, error)
+        finally:
+            await messages.aclose()  # type: ignore[attr-defined]
+
+    return call

@@ -1,0 +1,80 @@
+"""`python -m twostroke.worker`: one worker process. Wiring only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+
+from twostroke.config import WorkerSettings
+from twostroke.engine.base import Engine
+from twostroke.errors import EngineError, TwostrokeError
+from twostroke.flags import parse
+
+log = logging.getLogger("twostroke.worker")
+
+EXIT_ENGINE_LOST = 70
+
+
+def build_engine(settings: WorkerSettings, worker_id: str, epoch: str) -> Engine:
+    """The engine that the settings name; imports nothing of the other."""
+    if settings.engine == "reference":
+        from twostroke.engine.reference import ReferenceEngine
+
+        return ReferenceEngine(settings, worker_id=worker_id, epoch=epoch)
+    from twostroke.engine.vllm.core import VllmEngine
+
+    return VllmEngine(settings, worker_id, epoch)
+
+
+async def serve(settings: WorkerSettings) -> int:
+    """Runs a worker until SIGTERM or SIGINT, or until its engine is lost. Returns the exit code."""
+    from twostroke.worker.assembly import Worker
+
+    worker_id = settings.worker_id or f"{settings.role}-{settings.port}"
+    epoch = secrets.token_hex(8)
+    engine = build_engine(settings, worker_id, epoch)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    try:
+        # The engine may fork: before any thread or channel of gRPC.
+        info = await engine.start()
+        worker = Worker(settings, engine, info, worker_id, epoch)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await worker.run(stop)
+    except EngineError as error:
+        log.error("%s", error)
+        return EXIT_ENGINE_LOST
+    finally:
+        await engine.close()
+    return 0
+
+
+def main(argv: Sequence[str] | None = None, role: str | None = None) -> int:
+    """Entry point; `role` presets --role."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if role is not None:
+        arguments = ["--role", role, *arguments]
+    settings = parse(WorkerSettings, arguments, "twostroke worker", __doc__ or "")
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    if settings.engine == "vllm":
+        from twostroke.engine.vllm.launch import preload_libraries
+
+        preload_libraries()
+    try:
+        return asyncio.run(serve(settings))
+    except TwostrokeError as error:
+        sys.stderr.write(f"twostroke worker: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Drives one engine and hands every output to the call that owns it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from twostroke.engine.base import Engine, EngineInfo, EngineLoad, EngineOutput, Stroke
+from twostroke.errors import EngineError, InvalidRequestError, StaleEpochError, TwostrokeError, UnavailableError
+from twostroke.v1.engine_pb2 import EngineRequest
+from twostroke.v1.kv_pb2 import Handoff
+
+log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """Whoever admitted a request. Called from the event loop; must not block."""
+
+    def deliver(self, output: EngineOutput) -> None:
+        """One output of one of its requests."""
+
+    def flush(self) -> None:
+        """The step that outputs were delivered of is complete."""
+
+    def lost(self, error: TwostrokeError) -> None:
+        """The engine is gone, and all requests with it."""
+
+
+class EngineHost:
+    """Owns the engine's step loop. Request ids are unique across all owners."""
+
+    def __init__(self, engine: Engine, info: EngineInfo, worker_id: str, epoch: str) -> None:
+        self.info = info
+        self.worker_id = worker_id
+        self.epoch = epoch
+        self.load = EngineLoad()
+        self._engine = engine
+        self._owners: dict[str, Owner] = {}
+        self._changed = asyncio.Condition()
+        self._draining = False
+        self._failed: TwostrokeError | None = None
+
+    @property
+    def active_requests(self) -> int:
+        """Requests admitted and not over."""
+        return len(self._owners)
+
+    def check_epoch(self, epoch: str) -> None:
+        """Raises StaleEpochError when the caller means an earlier life of this worker."""
+        if epoch != self.epoch:
+            raise StaleEpochError(
+                f"worker {self.worker_id} has epoch {self.epoch}, the caller knows {epoch or 'none'}: it restarted"
+            )
+
+    async def run(self) -> None:
+        """The step loop; returns only by cancellation or EngineError, after all owners were told."""
+        try:
+            while True:
+                step = await self._engine.next_step()
+                self._route(step.outputs)
+                await self._announce(step.load)
+        except EngineError as error:
+            self._failed = error
+            for owner in set(self._owners.values()):
+                owner.lost(error)
+            self._owners.clear()
+            raise
+
+    def _route(self, outputs: Sequence[EngineOutput]) -> None:
+        touched: dict[int, Owner] = {}
+        for output in outputs:
+            owner = self._owners.get(output.request_id)
+            if owner is None:
+                continue
+            owner.deliver(output)
+            touched[id(owner)] = owner
+            if output.done:
+                del self._owners[output.request_id]
+        for owner in touched.values():
+            owner.flush()
+
+    async def _announce(self, load: EngineLoad) -> None:
+        self.load = load
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def admit(self, request: EngineRequest, stroke: Stroke, owner: Owner, handoff: Handoff | None = None) -> None:
+        """Gives the engine a request whose outputs go to `owner`.
+
+        Raises UnavailableError while draining, InvalidRequestError for an id in use, and what the engine raises;
+        nothing is held then.
+        """
+        if self._failed is not None:
+            raise self._failed
+        if self._draining:
+            raise UnavailableError(f"worker {self.worker_id} is draining; place the request elsewhere")
+        if request.request_id in self._owners:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use on worker {self.worker_id}")
+        self._owners[request.request_id] = owner
+        try:
+            await self._engine.admit(request, stroke, handoff)
+        except BaseException:
+            self._owners.pop(request.request_id, None)
+            raise
+
+    async def cancel(self, request_ids: Sequence[str]) -> None:
+        """Ends requests; their owners hear nothing more. Unknown ids are ignored."""
+        for request_id in request_ids:
+            self._owners.pop(request_id, None)
+        if request_ids and self._failed is None:
+            await self._engine.cancel(request_ids)
+            await self._announce(self.load)
+
+    async def release(self, request_ids: Sequence[str]) -> int:
+        """Frees held KV; returns how many of the ids held any."""
+        return await self._engine.release(request_ids)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no new requests and waits until the running ones are over, at most timeout_s."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                async with self._changed:
+                    await self._changed.wait_for(lambda: not self._owners)
+        except TimeoutError:
+            log.warning("drain: %d requests still run after %.0f s and end now", len(self._owners), timeout_s)
+
+    async def loads(self, interval_s: float) -> AsyncIterator[EngineLoad]:
+        """The load now, and then at every step, at least every interval_s. Never ends by itself."""
+        while True:
+            yield self.load
+            try:
+                async with asyncio.timeout(interval_s):
+                    async with self._changed:
+                        await self._changed.wait()
+            except TimeoutError:
+                pass

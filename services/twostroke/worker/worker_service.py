@@ -1,0 +1,70 @@
+"""WorkerService: what a worker tells about itself."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from twostroke.engine.base import EngineLoad
+from twostroke.v1 import worker_pb2 as pb
+from twostroke.v1 import worker_pb2_grpc
+from twostroke.worker.host import EngineHost
+
+DEFAULT_INTERVAL_S = 0.5
+
+ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "both": pb.ROLE_BOTH}
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Describes the host's engine and its load."""
+
+    def __init__(self, host: EngineHost, role: pb.Role.ValueType) -> None:
+        self._host = host
+        self._role = role
+
+    async def GetInfo(
+        self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GetInfoResponse:
+        """What this worker is."""
+        info = self._host.info
+        return pb.GetInfoResponse(
+            worker_id=self._host.worker_id,
+            epoch=self._host.epoch,
+            role=self._role,
+            engine=info.engine,
+            engine_version=info.engine_version,
+            model=info.model,
+            max_model_len_tokens=info.max_model_len_tokens,
+            vocab_size=info.vocab_size,
+            total_blocks=info.total_blocks,
+            step_budget_tokens=info.step_budget_tokens,
+            max_sequences=info.max_sequences,
+            layout=info.layout,
+            start_phases=[pb.StartPhase(name=name, duration_ms=ms) for name, ms in info.start_phases],
+        )
+
+    async def WatchLoad(
+        self, request: pb.WatchLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.WatchLoadResponse]:
+        """The load, on change and at least every interval."""
+        interval_s = request.interval_ms / 1000 or DEFAULT_INTERVAL_S
+        async for load in self._host.loads(interval_s):
+            yield self._report(load)
+
+    def _report(self, load: EngineLoad) -> pb.WatchLoadResponse:
+        return pb.WatchLoadResponse(
+            epoch=self._host.epoch,
+            role=self._role,
+            waiting_requests=load.waiting_requests,
+            running_requests=load.running_requests,
+            pending_prompt_tokens=load.pending_prompt_tokens,
+            used_blocks=load.used_blocks,
+            held_handoffs=load.held_handoffs,
+            kv_received_bytes=load.kv_received_bytes,
+            kv_received_handoffs=load.kv_received_handoffs,
+            computed_prompt_tokens=load.computed_prompt_tokens,
+            generated_tokens=load.generated_tokens,
+            steps=load.steps,
+        )
