@@ -127,6 +127,7 @@ class ReferenceEngine:
         self._asked += 1
         if self._faults.refuses(self._asked):
             raise OverloadedError(f"the fault plan refuses request {self._asked}")
+        core.holds.reap()
         request_id = request.request_id
         if not request_id or request_id in core.sequences or request_id in core.holds:
             raise InvalidRequestError(f"request id {request_id!r} is empty or in use here")
@@ -155,6 +156,7 @@ class ReferenceEngine:
         call. Raises EngineError when the engine is closed, has crashed, or was never started.
         """
         while True:
+            await self._sit_out_stall()
             core = self._living_core()
             self._wake.clear()
             core.holds.reap()
@@ -207,6 +209,11 @@ class ReferenceEngine:
             async with asyncio.timeout(timeout_s):
                 await self._wake.wait()
 
+    async def _sit_out_stall(self) -> None:
+        while (left_s := self._stalled_until_s - self._clock()) > 0:
+            self._living_core()
+            await (self._sleep(left_s) if left_s < math.inf else self._closed.wait())
+
     def _begin(self, plan: Plan) -> list[EngineOutput]:
         """Notes whose first step this is. Returns what is reported of it before the step is computed."""
         now_s = self._clock()
@@ -222,9 +229,7 @@ class ReferenceEngine:
     async def _run(self, step: _Step, core: Core) -> list[EngineOutput]:
         if step.duration_s is None:
             step.duration_s = self._enter(step.plan, core.counters.steps + 1)
-        while (left_s := self._stalled_until_s - self._clock()) > 0:
-            await (self._sleep(left_s) if left_s < math.inf else self._closed.wait())
-            self._living_core()
+            await self._sit_out_stall()
         await self._sleep(step.duration_s)
         self._living_core()
         self._step = None

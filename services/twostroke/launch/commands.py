@@ -57,7 +57,10 @@ def up(flags: UpFlags) -> int:
     found = devices.detect(environment)
     folder = RunDir(run_dir())
     with folder.claim():
-        ports.require_free(options.host, plan.listening_ports(options, found))
+        # Planned a first time only to find mistakes before the model is fetched.
+        draft = plan.make(options, found, environment)
+        listening = [("--http-port", options.http_port)] if draft.http else []
+        ports.require_free(options.host, [*listening, ("--grpc-port", options.grpc_port)])
         if options.engine == "vllm":
             options = replace(options, model=_obtain(options.model, console))
         made = plan.make(options, found, environment)

@@ -86,13 +86,6 @@ def make(options: UpOptions, devices: Devices, environment: Mapping[str, str]) -
     return Plan(router, workers, router.address, http, settings.served_model_name or settings.model)
 
 
-def listening_ports(options: UpOptions, devices: Devices) -> list[tuple[str, int]]:
-    """The fixed ports that must be free, with their flags; the HTTP port only where one will be served."""
-    settings = _check(RouterSettings, _router_argv(options, devices), "--router-args", options.router_args)
-    ports = [("--grpc-port", options.grpc_port)]
-    return [("--http-port", options.http_port), *ports] if settings.front_end == "vllm" else ports
-
-
 def _router_argv(options: UpOptions, devices: Devices) -> list[str]:
     argv = [f"--host={options.host}", f"--dtype={_dtype(options, devices)}"]
     argv.append(f"--front-end={'vllm' if options.engine == 'vllm' else 'plain'}")

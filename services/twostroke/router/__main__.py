@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from twostroke.config import RouterSettings
 from twostroke.errors import TwostrokeError
 from twostroke.flags import parse
 from twostroke.router.assembly import Router
+from twostroke.telemetry.logs import set_up
 
 
 async def serve(settings: RouterSettings) -> None:
@@ -38,9 +38,7 @@ async def serve(settings: RouterSettings) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     settings = parse(RouterSettings, list(sys.argv[1:] if argv is None else argv), "twostroke router", __doc__ or "")
-    logging.basicConfig(
-        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    set_up(settings.log_level)
     try:
         asyncio.run(serve(settings))
     except KeyboardInterrupt:

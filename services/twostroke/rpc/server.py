@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from twostroke.config import RpcSettings
 from twostroke.errors import ConfigError
+from twostroke.rpc.health import HealthServicer
 from twostroke.rpc.interceptors import BoundaryInterceptor
 from twostroke.rpc.options import server_options
 
@@ -30,7 +31,7 @@ class Server:
             interceptors=[BoundaryInterceptor(deadline_methods)], options=server_options(settings)
         )
         self._services = tuple(services)
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc)

@@ -13,6 +13,7 @@ from twostroke.config import WorkerSettings
 from twostroke.engine.base import Engine
 from twostroke.errors import EngineError, TwostrokeError
 from twostroke.flags import parse
+from twostroke.telemetry.logs import set_up
 
 log = logging.getLogger("twostroke.worker")
 
@@ -60,9 +61,7 @@ def main(argv: Sequence[str] | None = None, role: str | None = None) -> int:
     if role is not None:
         arguments = ["--role", role, *arguments]
     settings = parse(WorkerSettings, arguments, "twostroke worker", __doc__ or "")
-    logging.basicConfig(
-        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    set_up(settings.log_level)
     if settings.engine == "vllm":
         from twostroke.engine.vllm.launch import preload_libraries
 

@@ -107,3 +107,10 @@ async def answer(
     await engine.admit(message, stroke, handoff)
     answers, _ = await finish(engine, message.request_id)
     return answers[message.request_id]
+
+
+async def load_of(engine: ReferenceEngine) -> EngineLoad:
+    """The load after one more request, which leaves nothing behind."""
+    await engine.admit(request("probe", [1], SamplingParams(max_tokens=1)), Stroke.WHOLE)
+    _, load = await finish(engine, "probe")
+    return load

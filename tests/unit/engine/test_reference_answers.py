@@ -1,11 +1,11 @@
 """Every way through the engines gives the answer that the model alone gives."""
 
 import pytest
-from unit.engine.reference_rig import Rig, answer, finish, prompt_of, request
 
 from twostroke.engine.base import Stroke
 from twostroke.engine.reference_model import expected_tokens
 from twostroke.v1.engine_pb2 import FINISH_REASON_LENGTH, SamplingParams
+from unit.engine.reference_rig import Rig, answer, finish, load_of, prompt_of, request
 
 GREEDY = [16546, 16115, 25314, 9471, 33778, 6401]
 SEEDED = [16546, 10428, 33484, 39041, 23191, 30101]
@@ -92,9 +92,7 @@ async def test_a_handoff_of_an_answer_under_way_covers_the_prompt_alone(tmp_path
     sampling = SamplingParams(max_tokens=40)
     async with Rig(tmp_path) as rig:
         prefill, decode = await rig.start("p"), await rig.start("d")
-        first = await answer(
-            prefill, request("r", prompt, sampling, output_token_ids=full[:delivered]), Stroke.PREFILL
-        )
+        first = await answer(prefill, request("r", prompt, sampling, output_token_ids=full[:delivered]), Stroke.PREFILL)
         held = (await load_of(prefill)).used_blocks
         rest = await answer(
             decode,
@@ -106,13 +104,6 @@ async def test_a_handoff_of_an_answer_under_way_covers_the_prompt_alone(tmp_path
     assert (first.handoff.tokens, first.handoff.blocks, held) == (21, 2, 2)
     assert rest.tokens == full[delivered + 1 :]
     assert (rest.prompt.transferred_tokens, rest.prompt.computed_tokens) == (21, 0)
-
-
-async def load_of(engine):
-    """The load of an engine after one more request."""
-    await engine.admit(request("probe", [1], SamplingParams(max_tokens=1)), Stroke.WHOLE)
-    _, load = await finish(engine, "probe")
-    return load
 
 
 async def test_sequences_of_a_batch_do_not_touch_each_other(tmp_path):

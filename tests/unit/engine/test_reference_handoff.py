@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from unit.engine.reference_rig import Rig, answer, finish, prompt_of, request
 
 from twostroke.engine.base import Stroke
 from twostroke.engine.reference_model import block_words, expected_tokens
@@ -11,6 +10,7 @@ from twostroke.errors import EngineError, KvCorruptError, KvLostError, LayoutMis
 from twostroke.kv.shm import PeerSegment, Segment
 from twostroke.v1.engine_pb2 import SamplingParams
 from twostroke.v1.kv_pb2 import Handoff
+from unit.engine.reference_rig import Rig, answer, finish, load_of, prompt_of, request
 
 PROMPT = prompt_of(48)
 FULL = expected_tokens(PROMPT, count=8)
@@ -78,7 +78,6 @@ async def test_kv_that_is_not_there_any_more_fails_one_request(tmp_path, edit, r
     assert isinstance(failed[0].failure, KvLostError)
     assert failed[0].done
     assert failed[0].token_ids == ()
-    assert failed[0].failure.args[0] == pytest.approx(failed[0].failure.message)
     with pytest.raises(KvLostError, match=reason):
         raise failed[0].failure
     assert {output.request_id for output in outputs} == {"other"}
@@ -90,8 +89,7 @@ async def test_a_source_that_closed_has_lost_its_kv(tmp_path):
         first = await answer(prefill, request("r", PROMPT), Stroke.PREFILL)
         await prefill.close()
         result = await answer(decode, request("r", PROMPT), Stroke.DECODE, first.handoff)
-        await decode.admit(request("q", [1], SamplingParams(max_tokens=1)), Stroke.WHOLE)
-        _, load = await finish(decode, "q")
+        load = await load_of(decode)
     assert isinstance(result.failure, KvLostError)
     assert (load.used_blocks, load.kv_received_handoffs) == (0, 0)
 
@@ -121,12 +119,12 @@ async def test_a_corrupt_block_is_named(tmp_path):
         prefill, decode = await rig.start("p"), await rig.start("d")
         # Words of a block: layer, K or V, token. 53 = 1 * 32 + 1 * 16 + 5.
         result = await split(rig, prefill, decode, flip(rig, 2, 53))
-        step = await prefill.next_step()
+        load = await load_of(prefill)
     assert isinstance(result.failure, KvCorruptError)
     assert "block 2 (" in result.failure.message
     assert "at layer 1, position 37, V" in result.failure.message
     assert result.tokens == []
-    assert step.load.held_handoffs == 1, "whoever repairs this may still want to read it"
+    assert load.held_handoffs == 1, "whoever repairs this may still want to read it"
 
 
 @pytest.mark.parametrize("block", [0, 1, 2])
@@ -159,9 +157,7 @@ async def test_a_handoff_is_read_once(tmp_path):
         first = await answer(prefill, request("r", PROMPT), Stroke.PREFILL)
         assert (await answer(decode, request("r", PROMPT), Stroke.DECODE, first.handoff)).tokens == FULL
         await prefill.next_step()
-        again = await answer(
-            decode, request("s", prompt_of(48)), Stroke.DECODE, first.handoff
-        )
+        again = await answer(decode, request("s", prompt_of(48)), Stroke.DECODE, first.handoff)
     assert isinstance(again.failure, KvLostError)
 
 
@@ -221,9 +217,8 @@ async def test_cancel_frees_everything_in_every_phase(tmp_path, stroke, steps):
                 break
             await engine.next_step()
         await engine.cancel(["r", "unknown"])
-        await engine.admit(request("q", [1], SamplingParams(max_tokens=1)), Stroke.WHOLE)
-        answers, load = await finish(engine, "q")
-    assert set(answers) == {"q"}
+        # An output of the cancelled request would be a KeyError in here.
+        load = await load_of(engine)
     assert load.used_blocks == load.held_handoffs == load.running_requests == load.waiting_requests == 0
     assert load.pending_prompt_tokens == 0
 

@@ -1,11 +1,11 @@
 """Batching, blocks, the prefix cache, preemption and the counters."""
 
 import pytest
-from unit.engine.reference_rig import Answer, Rig, answer, finish, prompt_of, request
 
 from twostroke.engine.base import EngineLoad, Stroke
 from twostroke.engine.reference_model import expected_tokens
 from twostroke.v1.engine_pb2 import SamplingParams
+from unit.engine.reference_rig import Answer, Rig, answer, finish, prompt_of, request
 
 
 async def test_a_prompt_is_computed_in_chunks_of_the_step_budget(tmp_path):
@@ -180,9 +180,7 @@ async def test_decode_fetches_only_what_its_cache_lacks(tmp_path):
         prefill, decode = await rig.start("p"), await rig.start("d")
         await answer(decode, request("warm", prompt[:33]))
         first = await answer(prefill, request("r", prompt), Stroke.PREFILL)
-        rest = await answer(
-            decode, request("r", prompt, output_token_ids=first.tokens), Stroke.DECODE, first.handoff
-        )
+        rest = await answer(decode, request("r", prompt, output_token_ids=first.tokens), Stroke.DECODE, first.handoff)
         all_there = await answer(prefill, request("s", prompt), Stroke.PREFILL)
         await decode.admit(request("s", prompt), Stroke.DECODE, all_there.handoff)
         answers, load = await finish(decode, "s")
@@ -214,12 +212,8 @@ async def test_load_counts_what_happened(tmp_path):
     async with Rig(tmp_path) as rig:
         prefill, decode = await rig.start("p"), await rig.start("d")
         first = await answer(prefill, request("r", prompt), Stroke.PREFILL)
-        await decode.admit(
-            request("r", prompt, output_token_ids=first.tokens), Stroke.DECODE, first.handoff
-        )
+        await decode.admit(request("r", prompt, output_token_ids=first.tokens), Stroke.DECODE, first.handoff)
         _, received = await finish(decode, "r")
         given = (await prefill.next_step()).load
-    assert received == EngineLoad(
-        kv_received_bytes=2 * 512, kv_received_handoffs=1, generated_tokens=7, steps=7
-    )
+    assert received == EngineLoad(kv_received_bytes=2 * 512, kv_received_handoffs=1, generated_tokens=7, steps=7)
     assert given == EngineLoad(computed_prompt_tokens=20, generated_tokens=1, steps=1)

@@ -1,0 +1,1 @@
+"""Logs, metrics and traces: set up the same in every process."""
