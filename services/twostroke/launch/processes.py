@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -28,21 +27,22 @@ class ProcessSpec:
 
     name: str
     command: tuple[str, ...]
+    """The program's full path and its arguments."""
     address: str
     """host:port of its gRPC server."""
     environment: Mapping[str, str] = field(repr=False)
 
 
 class Watched:
-    """A group leader whose end is awaited, our child or not. Needs a running event loop.
+    """A group leader whose end is awaited. Needs a running event loop. ours: it is a child of this process.
 
     When the leader has ended, what it forgot of its process group is killed a second later, whoever is waiting.
     """
 
-    def __init__(self, name: str, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, name: str, pid: int, *, ours: bool = False) -> None:
         self.name = name
         self.pid = pid
-        self._child = child
+        self._ours = ours
         self._loop = asyncio.get_running_loop()
         self._burial: asyncio.Task[None] | None = None
         self._descriptor: int | None = None
@@ -58,16 +58,16 @@ class Watched:
 
     def _end(self) -> None:
         self.close()
-        self.ended.set_result(None if self._child is None else _exit_code(self.pid))
+        self.ended.set_result(_exit_code(self.pid) if self._ours else None)
         self._burial = self._loop.create_task(self._bury())
 
     async def _bury(self) -> None:
         await _until_empty(self.pid, _LINGER_S)
         self.kill_group()
         await _until_empty(self.pid, _KILL_WAIT_S)
-        if self._child is not None:
+        if self._ours:
             # Only now: an unreaped leader keeps its pid, so that the signal above could hit nobody else.
-            self._child.wait()
+            os.waitpid(self.pid, 0)  # noqa: ASYNC222  it has ended, this does not block
 
     def close(self) -> None:
         """Stops watching; the process itself goes on."""
@@ -100,18 +100,22 @@ def start(spec: ProcessSpec, log: Path) -> Watched:
     Raises ConfigError when it cannot be started. It outlives this process unless it is taken down.
     """
     try:
-        with log.open("wb") as output:
-            child = subprocess.Popen(
-                spec.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=dict(spec.environment),
-            )
+        # Unlike subprocess.Popen this leaves no object that minds being forgotten while the process goes on.
+        pid = os.posix_spawn(
+            spec.command[0],
+            spec.command,
+            spec.environment,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,
+            setsigdef=[signal.SIGPIPE],
+        )
     except OSError as error:
         raise ConfigError(f"{spec.name}: cannot start {spec.command[0]}: {error.strerror}") from error
-    return Watched(spec.name, child.pid, child)
+    return Watched(spec.name, pid, ours=True)
 
 
 async def take_down(processes: Iterable[Watched], grace_s: float, hurry: asyncio.Event | None = None) -> list[str]:

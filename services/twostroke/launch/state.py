@@ -9,12 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from twostroke.errors import ConfigError
-
-_CLOCK_TOLERANCE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +19,29 @@ class ProcessId:
     """A process, told apart from a later one with the same pid."""
 
     pid: int
-    started_s: float
-    """When it started, in seconds since 1970."""
+    started_ticks: int
+    """When it started, in clock ticks since the machine did: unlike a date it never shifts when a clock is set."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
         """The process that has this pid now; one that is already gone never counts as alive."""
-        try:
-            return cls(pid, psutil.Process(pid).create_time())
-        except psutil.NoSuchProcess:
-            return cls(pid, 0.0)
+        found = _stat(pid)
+        return cls(pid, found[1] if found is not None else -1)
 
     def alive(self) -> bool:
         """Whether it still runs; a zombie does not."""
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.started_s) < _CLOCK_TOLERANCE_S
-            return same and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        found = _stat(self.pid)
+        return found is not None and found[0] not in ("Z", "X") and found[1] == self.started_ticks
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State and start of a process."""
+    try:
+        # The name before the last bracket may hold anything, brackets too.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return fields[0], int(fields[19])
 
 
 @dataclass(frozen=True, slots=True)

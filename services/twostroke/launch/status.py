@@ -17,22 +17,26 @@ from twostroke.v1.cluster_pb2 import WatchResponse, WorkerView
 from twostroke.v1.worker_pb2 import Role
 
 _EPOCH_CHARACTERS = 8
+_WIDTH = 160
 _COLUMNS = ("worker", "role", "address", "state", "epoch", "engine", "model", "load", "KV blocks", "held", "requests")
 _STATE_STYLES = {"ready": "green", "starting": "yellow", "refused": "red", "unreachable": "red"}
 
 
 def show(console: Console, router: str, view: WatchResponse, local: RunState | None) -> None:
     """Prints the router's view, and the ends of processes that `up` saw."""
+    # A narrow terminal had better break lines than columns.
+    console.width = max(console.width, _WIDTH)
     ready = Text("ready", "green") if view.ready else Text(f"not ready: {view.waiting_for or 'no reason given'}", "red")
     console.print(Text.assemble(f"router {view.router_id} at {router}: ", ready), soft_wrap=True, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in _COLUMNS:
-        table.add_column(column, no_wrap=column in ("worker", "address", "state"), overflow="fold")
-    for worker in view.workers:
+        table.add_column(column, no_wrap=True)
+    workers = sorted(view.workers, key=lambda worker: (worker.info.worker_id, worker.address))
+    for worker in workers:
         table.add_row(*_row(worker))
-    if view.workers:
+    if workers:
         console.print(table, highlight=False)
-    for worker in view.workers:
+    for worker in workers:
         if worker.detail:
             say(console, f"{worker.info.worker_id or worker.address}: {worker.detail}")
     for pair in view.refused_pairs:

@@ -67,7 +67,7 @@ class Router:
         settings = self._settings
         if settings.front_end == "plain":
             self._inference.use(PlainFrontEnd(self.dispatcher, settings.served_model_name or "reference"))
-            return 0
+            return settings.max_model_len_tokens
         started = time.monotonic()
         # Imports hold the interpreter for seconds; in a thread, status calls are answered meanwhile.
         from twostroke.router.vllm import http_edge
@@ -86,8 +86,10 @@ class Router:
         said = None
         while True:
             waiting_for = self.dispatcher.waiting_for()
-            if waiting_for != said:
-                said = waiting_for
+            # What is missing, without the reasons, which change with every attempt to connect.
+            missing = waiting_for.partition(" (")[0]
+            if missing != said:
+                said = missing
                 log.info("waiting for %s", waiting_for) if waiting_for else log.info("ready")
                 await self._server.set_ready(not waiting_for)
             await self.dispatcher.pool.wait_changed()

@@ -6,6 +6,7 @@ makes sense, as AIP-193 asks.
 
 from __future__ import annotations
 
+import re
 from typing import NoReturn, cast
 
 import grpc
@@ -27,6 +28,9 @@ from twostroke.errors import (
 from twostroke.v1.engine_pb2 import Failure
 
 DOMAIN = "twostroke"
+
+# How gRPC words that nobody answers at an address.
+_CONNECT = re.compile(r"failed to connect to all addresses.*?ip[^:]*:(\S+?): (?:Failed to connect to remote host: )?(.*)")
 
 _BY_CODE: dict[int, type[TwostrokeError]] = {
     Code.INVALID_ARGUMENT: InvalidRequestError,
@@ -73,6 +77,8 @@ def to_error(error: grpc.RpcError) -> TwostrokeError:
     if status is not None:
         return _from_status(status)
     kind = _BY_CODE.get(code, TwostrokeError)
+    if refused := _CONNECT.search(details):
+        return kind(f"cannot connect to {refused[1]}: {refused[2]}")
     return kind(f"{details or 'the call failed'} ({call.code().name})")
 
 

