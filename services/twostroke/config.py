@@ -42,6 +42,7 @@ class RpcSettings(BaseModel):
     keepalive_s: float = Field(10.0, gt=0)
     keepalive_timeout_s: float = Field(5.0, gt=0)
     ping_timeout_s: float = Field(5.0, gt=0)
+    connect_timeout_s: float = Field(5.0, gt=0)
     reconnect_min_s: float = Field(0.1, gt=0)
     reconnect_max_s: float = Field(1.0, gt=0)
 
@@ -96,6 +97,7 @@ class RouterSettings(_Settings):
     max_model_len_tokens: int = Field(0, ge=0, description="Longest sequence; 0 is the model's own.")
     dtype: str = Field("auto", description="As on the workers.")
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of requests that bring none.")
+    handoff_timeout_s: float = Field(30.0, gt=0, description="How long decode may take to get a prompt's KV.")
     prefill_attempts: int = Field(3, gt=0, description="How often a prompt is placed before the request fails.")
     vllm_args: str = Field(
         "", description="Further arguments of vLLM's API server, such as '--tool-call-parser hermes'."

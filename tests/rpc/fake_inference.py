@@ -15,13 +15,17 @@ from typing import TypeVar
 
 import grpc.aio
 
-from twostroke.errors import TwostrokeError
+from twostroke.client import Chunk, RetryPolicy
+from twostroke.errors import TwostrokeError, UnavailableError
 from twostroke.rpc.status import abort
 from twostroke.v1.engine_pb2 import FINISH_REASON_LENGTH, Finish
 from twostroke.v1.inference_pb2 import GenerateRequest, GenerateResponse, ListModelsResponse, Model, Timeline, Usage
 from twostroke.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 
 WAIT_S = 20.0
+FAST = RetryPolicy(retries=3, backoff_s=0.001)
+HELLO = [Chunk("Hel", (1,)), Chunk("lo", (2,))]
+"""What a fake without a script answers."""
 LAST = GenerateResponse(
     finish=Finish(reason=FINISH_REASON_LENGTH),
     usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1),
@@ -44,6 +48,16 @@ class Answering:
     hang: bool = False
     left: Future[str] = field(default_factory=Future)
     """Becomes the request id when the client has left a call that hangs."""
+
+
+def gone(retry_after_s: float = 0.0) -> Answering:
+    """A router that leaves, and says when to come back."""
+    return Answering(error=UnavailableError("draining", retry_after_s=retry_after_s))
+
+
+def hanging() -> Answering:
+    """One piece, and then silence."""
+    return Answering([piece("a", 1)], hang=True)
 
 
 @dataclass

@@ -1,44 +1,31 @@
-"""The asynchronous client against real servers."""
+"""The asynchronous client against real servers: streams, and how they are left."""
 
 import asyncio
 import gc
-import math
 import threading
-import time
 
 import pytest
 
-from rpc.fake_inference import LAST, Answering, FakeInference, piece, seen, serving
+from rpc.fake_inference import (
+    FAST,
+    HELLO,
+    Answering,
+    FakeInference,
+    gone,
+    hanging,
+    seen,
+    serving,
+)
 from twostroke.client import (
     AsyncClient,
     ChatMessage,
     Chunk,
-    DeadlineError,
-    EngineError,
     Finish,
     InvalidRequestError,
     Model,
-    NoWorkerError,
-    OverloadedError,
-    PromptTooLongError,
-    RetryPolicy,
-    TwostrokeError,
     UnavailableError,
-    UnknownModelError,
     Usage,
-    WorkerLostError,
 )
-
-FAST = RetryPolicy(retries=3, backoff_s=0.001)
-HELLO = [Chunk("Hel", (1,)), Chunk("lo", (2,))]
-
-
-def gone(retry_after_s=0.0):
-    return Answering(error=UnavailableError("draining", retry_after_s=retry_after_s))
-
-
-def hanging():
-    return Answering([piece("a", 1)], hang=True)
 
 
 @pytest.fixture
@@ -118,6 +105,12 @@ async def test_break_cancels_even_while_the_stream_is_held(client, routers):
         await anext(stream)
 
 
+async def test_an_iterator_that_was_never_advanced_cancels_nothing(client):
+    stream = client.generate("p")
+    aiter(stream)
+    assert [chunk async for chunk in stream] == HELLO
+
+
 async def test_an_exception_cancels(client, routers):
     routers[0].script = [script := hanging()]
     stream = client.generate("p", request_id="r-1")
@@ -147,9 +140,10 @@ async def test_the_end_of_async_with_cancels(client, routers):
 async def test_cancelling_the_task_cancels(client, routers, in_read):
     routers[0].script = [script := hanging()]
     got_one = asyncio.Event()
+    stream = client.generate("p", request_id="r-1")
 
     async def read():
-        async for _ in client.generate("p", request_id="r-1"):
+        async for _ in stream:
             got_one.set()
             if not in_read:
                 await asyncio.Event().wait()
@@ -160,6 +154,8 @@ async def test_cancelling_the_task_cancels(client, routers, in_read):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await seen(script.left) == "r-1"
+    with pytest.raises(InvalidRequestError, match="its task was cancelled" if in_read else "its loop was left"):
+        await anext(stream)
 
 
 async def test_a_timeout_around_complete_cancels(client, routers):
@@ -241,139 +237,6 @@ async def test_closing_ends_the_wait_between_attempts(routers):
     with pytest.raises(InvalidRequestError, match="the client is closed"):
         await listing
     assert len(routers[0].received) <= 2
-
-
-async def test_a_retry_goes_to_the_next_router_with_the_same_request_id(client, routers):
-    routers[0].script = [gone()]
-    stream = client.generate("p")
-    assert [chunk async for chunk in stream] == HELLO
-    ids = [[received.request.request_id for received in router.received] for router in routers]
-    assert ids == [[stream.request_id], [stream.request_id]]
-    await client.complete("p")
-    assert [len(router.received) for router in routers] == [1, 2]
-
-
-async def test_a_router_that_is_not_there_is_passed_over(routers):
-    async with serving(dead := FakeInference("dead")):
-        pass
-    async with AsyncClient([dead.target, routers[1].target], retries=FAST) as client:
-        assert (await client.complete("p")).text == "Hello"
-        assert await client.list_models() == (Model("second", 4096),)
-
-
-async def test_overload_with_retry_info_is_waited_for(client, routers):
-    routers[0].script = [Answering(error=OverloadedError("full", retry_after_s=0.05))]
-    begin = time.monotonic()
-    assert (await client.complete("p")).text == "Hello"
-    assert time.monotonic() - begin >= 0.05
-    assert len(routers[1].received) == 1
-
-
-async def test_models_are_asked_for_at_the_next_router_too(client, routers):
-    routers[0].script = [gone()]
-    assert await client.list_models() == (Model("second", 4096),)
-
-
-async def test_attempts_are_bounded(client, routers):
-    routers[0].script = routers[1].script = [gone()]
-    with pytest.raises(UnavailableError, match="draining") as caught:
-        await client.complete("p", request_id="r-1")
-    assert [len(router.received) for router in routers] == [2, 2]
-    assert caught.value.__notes__[0] == f"request_id r-1, router {routers[1].target}, attempt 4 of at most 4"
-    assert caught.value.__notes__[1] == f"before that: attempt 1, router {routers[0].target}: UNAVAILABLE: draining"
-
-
-@pytest.mark.parametrize(
-    "error", [WorkerLostError("worker d-1 went away"), OverloadedError("cut off", retry_after_s=0.0)]
-)
-async def test_nothing_is_tried_again_after_the_first_chunk(client, routers, error):
-    routers[0].script = [Answering([piece("a", 1)], error)]
-    stream = client.generate("p")
-    assert await anext(stream) == Chunk("a", (1,))
-    with pytest.raises(type(error), match=error.message):
-        await anext(stream)
-    assert (len(routers[0].received), len(routers[1].received)) == (1, 0)
-    assert stream.text == "a"
-    with pytest.raises(InvalidRequestError, match=f"it failed with {type(error).__name__}"):
-        await anext(stream)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        InvalidRequestError("top_p must be in (0, 1]"),
-        PromptTooLongError("9000 tokens do not fit 4096"),
-        UnknownModelError("no model 'x'"),
-        OverloadedError("full", retry_after_s=600.0),
-        UnavailableError("draining", retry_after_s=600.0),
-        NoWorkerError("no worker", retry_after_s=600.0),
-        DeadlineError("the queue is too long"),
-        EngineError("step failed"),
-    ],
-)
-async def test_errors_keep_their_class(client, routers, error):
-    routers[0].script = [Answering(error=error)]
-    with pytest.raises(TwostrokeError) as caught:
-        await client.complete("p", request_id="r-1", timeout_s=30)
-    assert type(caught.value) is type(error)
-    assert caught.value.message == error.message
-    assert caught.value.retry_after_s == error.retry_after_s
-    assert caught.value.__notes__ == [f"request_id r-1, router {routers[0].target}, attempt 1 of at most 4"]
-
-
-async def test_the_deadline_is_the_calls_own_or_else_the_clients(routers):
-    async with AsyncClient(routers[0].target, timeout_s=50) as client:
-        await client.complete("p")
-        await client.complete("p", timeout_s=20)
-        await client.complete("p", timeout_s=math.inf)
-        await client.list_models()
-        await client.list_models(timeout_s=20)
-    default, own, none, models, own_models = (received.remaining_s for received in routers[0].received)
-    # gRPC rounds what is left up to a few digits.
-    assert 25 < default < 51
-    assert 0 < own < 21
-    assert none is None
-    assert 25 < models < 51
-    assert 0 < own_models < 21
-
-
-async def test_the_deadline_spans_all_attempts(client, routers):
-    routers[0].script = [gone(retry_after_s=0.2)]
-    routers[1].script = [Answering(hang=True)]
-    begin = time.monotonic()
-    with pytest.raises(DeadlineError) as caught:
-        await client.complete("p", timeout_s=0.5)
-    assert 0.4 < time.monotonic() - begin < 10
-    assert routers[1].received[0].remaining_s < 0.31
-    assert caught.value.__notes__[0].endswith("attempt 2 of at most 4")
-
-
-async def test_the_deadline_ends_a_stream_that_has_begun(client, routers):
-    routers[0].script = [hanging()]
-    stream = client.generate("p", timeout_s=0.5)
-    with pytest.raises(DeadlineError):
-        _ = [chunk async for chunk in stream]
-    assert (stream.text, len(routers[1].received)) == ("a", 0)
-
-
-async def test_an_answer_without_an_end_is_an_error(client, routers):
-    routers[0].script = [Answering([piece("a", 1)])]
-    with pytest.raises(TwostrokeError, match="without saying why the answer ended"):
-        await client.complete("p")
-
-
-async def test_an_error_after_the_end_is_nobodys(client, routers):
-    routers[0].script = [Answering([piece("a", 1), LAST], EngineError("too late"))]
-    assert (await client.complete("p")).text == "a"
-
-
-async def test_another_service_on_the_port_is_an_error_of_ours(routers):
-    class Nothing(FakeInference):
-        Generate = None
-
-    async with serving(wrong := Nothing("wrong")), AsyncClient(wrong.target) as client:
-        with pytest.raises(TwostrokeError):
-            await client.complete("p")
 
 
 def test_a_client_belongs_to_one_loop():

@@ -1,4 +1,4 @@
-"""The blocking client against real servers."""
+"""The blocking client against real servers: streams, and how they are left."""
 
 import gc
 import threading
@@ -6,37 +6,26 @@ import time
 
 import pytest
 
-from rpc.fake_inference import LAST, Answering, FakeInference, piece, serving_in_thread, within
+from rpc.fake_inference import (
+    FAST,
+    HELLO,
+    Answering,
+    FakeInference,
+    gone,
+    hanging,
+    serving_in_thread,
+    within,
+)
 from twostroke.client import (
     ChatMessage,
     Chunk,
     Client,
-    DeadlineError,
-    EngineError,
     Finish,
     InvalidRequestError,
     Model,
-    NoWorkerError,
-    OverloadedError,
-    PromptTooLongError,
-    RetryPolicy,
     TwostrokeError,
-    UnavailableError,
-    UnknownModelError,
     Usage,
-    WorkerLostError,
 )
-
-FAST = RetryPolicy(retries=3, backoff_s=0.001)
-HELLO = [Chunk("Hel", (1,)), Chunk("lo", (2,))]
-
-
-def gone(retry_after_s=0.0):
-    return Answering(error=UnavailableError("draining", retry_after_s=retry_after_s))
-
-
-def hanging():
-    return Answering([piece("a", 1)], hang=True)
 
 
 @pytest.fixture
@@ -214,6 +203,28 @@ def test_closing_the_client_while_a_call_begins(routers, monkeypatch, use):
     assert routers[0].received == []
 
 
+def test_closing_the_stream_while_its_call_begins(client, routers, monkeypatch):
+    stream = client.generate("p", request_id="r-1")
+    open_call = client._open
+
+    def open_then_miss_it(*arguments):
+        call = open_call(*arguments)
+        stream.close()
+        return call
+
+    routers[0].script = [hanging()]
+    monkeypatch.setattr(client, "_open", open_then_miss_it)
+    with pytest.raises(InvalidRequestError, match="stream of request r-1 is over: it was closed"):
+        next(stream)
+    assert stream._call.cancelled()
+
+
+def test_an_iterator_that_was_never_advanced_cancels_nothing(client):
+    stream = client.generate("p")
+    iter(stream)
+    assert list(stream) == HELLO
+
+
 def test_closing_the_client_ends_the_wait_between_attempts(routers):
     routers[0].script = [gone(retry_after_s=500)]
     client = Client(routers[0].target, retries=FAST)
@@ -222,103 +233,27 @@ def test_closing_the_client_ends_the_wait_between_attempts(routers):
     within(routers[0].arrived)
     while stream._call is not None:
         time.sleep(0)
-    listing = Outcome(client.list_models)
     client.close()
     assert str(reader.result()) == "the stream of request r-1 is over: its client was closed"
+    assert len(routers[0].received) == 1
+
+
+def test_closing_the_client_ends_the_wait_of_list_models(routers, monkeypatch):
+    waiting = threading.Event()
+
+    class Closed(threading.Event):
+        def wait(self, timeout=None):
+            waiting.set()
+            return super().wait(timeout)
+
+    routers[0].script = [gone(retry_after_s=500)]
+    client = Client(routers[0].target)
+    monkeypatch.setattr(client, "_closed", Closed())
+    listing = Outcome(client.list_models)
+    assert waiting.wait(20)
+    client.close()
     assert str(listing.result()) == "the client is closed; make a new one"
-    assert len(routers[0].received) <= 2
-
-
-def test_a_retry_goes_to_the_next_router_with_the_same_request_id(client, routers):
-    routers[0].script = [gone()]
-    stream = client.generate("p")
-    assert list(stream) == HELLO
-    ids = [[received.request.request_id for received in router.received] for router in routers]
-    assert ids == [[stream.request_id], [stream.request_id]]
-    client.complete("p")
-    assert [len(router.received) for router in routers] == [1, 2]
-
-
-def test_a_router_that_is_not_there_is_passed_over(routers):
-    with serving_in_thread(dead := FakeInference("dead")):
-        pass
-    with Client([dead.target, routers[1].target], retries=FAST) as client:
-        assert client.list_models() == (Model("second", 4096),)
-    with Client([dead.target, routers[1].target], retries=FAST) as client:
-        assert client.complete("p").text == "Hello"
-
-
-def test_overload_with_retry_info_is_waited_for(client, routers):
-    routers[0].script = [Answering(error=OverloadedError("full", retry_after_s=0.05))]
-    begin = time.monotonic()
-    assert client.complete("p").text == "Hello"
-    assert time.monotonic() - begin >= 0.05
-    assert len(routers[1].received) == 1
-
-
-def test_attempts_are_bounded(client, routers):
-    routers[0].script = routers[1].script = [gone()]
-    with pytest.raises(UnavailableError, match="draining") as caught:
-        client.complete("p", request_id="r-1")
-    assert [len(router.received) for router in routers] == [2, 2]
-    assert caught.value.__notes__[0] == f"request_id r-1, router {routers[1].target}, attempt 4 of at most 4"
-    assert len(caught.value.__notes__) == 4
-
-
-def test_nothing_is_tried_again_after_the_first_chunk(client, routers):
-    routers[0].script = [Answering([piece("a", 1)], WorkerLostError("worker d-1 went away"))]
-    stream = client.generate("p")
-    assert next(stream) == Chunk("a", (1,))
-    with pytest.raises(WorkerLostError, match="worker d-1 went away"):
-        next(stream)
-    assert (len(routers[0].received), len(routers[1].received)) == (1, 0)
-    with pytest.raises(InvalidRequestError, match="it failed with WorkerLostError"):
-        next(stream)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        InvalidRequestError("top_p must be in (0, 1]"),
-        PromptTooLongError("9000 tokens do not fit 4096"),
-        UnknownModelError("no model 'x'"),
-        OverloadedError("full", retry_after_s=600.0),
-        UnavailableError("draining", retry_after_s=600.0),
-        NoWorkerError("no worker", retry_after_s=600.0),
-        DeadlineError("the queue is too long"),
-        EngineError("step failed"),
-    ],
-)
-def test_errors_keep_their_class(client, routers, error):
-    routers[0].script = [Answering(error=error)]
-    with pytest.raises(TwostrokeError) as caught:
-        client.complete("p", request_id="r-1", timeout_s=30)
-    assert type(caught.value) is type(error)
-    assert caught.value.message == error.message
-    assert caught.value.retry_after_s == error.retry_after_s
-    assert caught.value.__notes__ == [f"request_id r-1, router {routers[0].target}, attempt 1 of at most 4"]
-
-
-def test_the_deadline_spans_all_attempts(client, routers):
-    routers[0].script = [gone(retry_after_s=0.2)]
-    routers[1].script = [Answering(hang=True)]
-    begin = time.monotonic()
-    with pytest.raises(DeadlineError) as caught:
-        client.complete("p", timeout_s=0.5)
-    assert 0.4 < time.monotonic() - begin < 10
-    assert routers[1].received[0].remaining_s < 0.31
-    assert caught.value.__notes__[0].endswith("attempt 2 of at most 4")
-
-
-def test_an_answer_without_an_end_is_an_error(client, routers):
-    routers[0].script = [Answering([piece("a", 1)])]
-    with pytest.raises(TwostrokeError, match="without saying why the answer ended"):
-        client.complete("p")
-
-
-def test_an_error_after_the_end_is_nobodys(client, routers):
-    routers[0].script = [Answering([piece("a", 1), LAST], EngineError("too late"))]
-    assert client.complete("p").text == "a"
+    assert len(routers[0].received) == 1
 
 
 def test_threads_share_a_client(client):

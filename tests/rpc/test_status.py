@@ -21,7 +21,8 @@ from twostroke.rpc.status import _CONNECT
             "Connection refused",
         ),
         (
-            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:80: connection attempt timed out",
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:80: "
+            "connection attempt timed out",
             "10.0.0.1:80",
             "connection attempt timed out",
         ),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from twostroke import cli
+from twostroke.launch import devices
 
 SERVICES = Path(__file__).parents[2] / "services"
 
@@ -18,6 +19,7 @@ SERVICES = Path(__file__).parents[2] / "services"
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWOSTROKE_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("TWOSTROKE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(devices, "has_vllm", lambda: True)
 
 
 @pytest.fixture
@@ -98,6 +100,16 @@ def test_up_on_a_busy_port_names_port_and_flag(busy_port: int, capsys: pytest.Ca
     error = capsys.readouterr().err
     assert error.startswith(f"twostroke up: port {busy_port} is taken by ")
     assert error.endswith("; choose another with --grpc-port\n")
+
+
+def test_up_without_vllm_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "has_vllm", lambda: False)
+    assert run("up", "--grpc-port", "0", "--http-port", "0") == 2
+    assert capsys.readouterr().err == (
+        "twostroke up: vLLM is not installed: install twostroke[cpu] or twostroke[gpu], or --engine reference\n"
+    )
 
 
 def test_down_with_nothing_running_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from twostroke import errors
@@ -41,3 +43,9 @@ def test_a_status_has_one_error_info_and_retry_info_only_with_a_retry() -> None:
     assert kinds == ["ErrorInfo", "RetryInfo"]
     kinds = [detail.type_url.rsplit(".", 1)[-1] for detail in to_status(errors.InvalidRequestError("no")).details]
     assert kinds == ["ErrorInfo"]
+
+
+def test_every_reason_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+    documented = {line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")} - {"reason"}
+    assert documented == {kind.reason for kind in ALL}

@@ -34,7 +34,7 @@ class AsyncStream(Answer):
         self._attempts = attempts
         self._open_call = open_call
         self._call: AsyncCall | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
         self._left = asyncio.Event()
 
     async def __aenter__(self) -> AsyncStream:
@@ -102,7 +102,7 @@ class AsyncStream(Answer):
     def _current_call(self) -> AsyncCall:
         self._check_not_over()
         if self._call is None:
-            self._loop = asyncio.get_running_loop()
+            self._event_loop = asyncio.get_running_loop()
             self._call = self._open_call(self._attempts.begin())
         return self._call
 
@@ -114,7 +114,7 @@ class AsyncStream(Answer):
 
     def _abandon(self) -> None:
         # Runs in a finalizer: in any thread, perhaps after the loop, and after a constructor that failed.
-        call, loop = getattr(self, "_call", None), getattr(self, "_loop", None)
+        call, loop = getattr(self, "_call", None), getattr(self, "_event_loop", None)
         if call is None or loop is None or not self._finalize("its loop was left"):
             return
         with contextlib.suppress(RuntimeError):

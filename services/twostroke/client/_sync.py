@@ -75,9 +75,7 @@ class Stream(Answer):
         self._leave("it was closed")
 
     def __del__(self) -> None:
-        # A constructor that failed left nothing.
-        if hasattr(self, "_left"):
-            self._leave("it was let go")
+        self._abandon()
 
     def _next_chunk(self) -> Chunk | None:
         if self._over and self._end is not None:
@@ -108,6 +106,10 @@ class Stream(Answer):
         if self._call is None:
             attempt = self._attempts.begin()
             self._call = self._client._open(self._request, attempt)
+            if self._over:
+                # Closed by another thread that did not see the call yet.
+                self._call.cancel()
+                self._check_not_over()
         return self._call
 
     def _leave(self, why: str) -> None:
@@ -115,6 +117,11 @@ class Stream(Answer):
             self._left.set()
             if self._call is not None:
                 self._call.cancel()
+
+    def _abandon(self) -> None:
+        # Runs in a finalizer, also in that of a stream whose constructor failed.
+        if getattr(self, "_call", None) is not None:
+            self._leave("its loop was left")
 
 
 class _Loop(Iterator[Chunk]):
@@ -128,7 +135,7 @@ class _Loop(Iterator[Chunk]):
         return self._stream.__next__()
 
     def __del__(self) -> None:
-        self._stream._leave("its loop was left")
+        self._stream._abandon()
 
 
 class Client:

@@ -135,5 +135,5 @@ def _check(rules: Rules, top_k: int) -> None:
             raise InvalidRequestError(f"{name} has token {max(ids)}; the vocabulary ends at {rules.vocab_size - 1}")
     if not all(math.isfinite(bias) for _, bias in rules.bias):
         raise InvalidRequestError("logit_bias has a value that is not a finite number")
-    if rules.allowed and rules.min_tokens and rules.enders.issuperset(rules.allowed):
-        raise InvalidRequestError("allowed_token_ids leaves nothing to choose before min_tokens")
+    if rules.min_tokens and rules.enders.issuperset(rules.allowed or range(rules.vocab_size)):
+        raise InvalidRequestError("min_tokens leaves nothing to choose: every token that may be chosen ends the answer")

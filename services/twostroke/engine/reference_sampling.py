@@ -2,7 +2,8 @@
 
 The hash ranks the whole vocabulary: the token of rank r is (first + r * stride) modulo the vocabulary's size, and its
 raw log probability is -(r + 1) ln 2. So probabilities are 1/2, 1/4, 1/8, ..., every logit is known in closed form, and
-penalties, masks and seeds act on them as they do on a real model's.
+penalties, masks and seeds act on them as they do on a real model's. Tokens beyond the first HORIZON ranks are drawn
+only if the request names them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from twostroke.engine.reference_rules import Rules
 from twostroke.v1.engine_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Finish, Logprobs
 
 LN2 = math.log(2.0)
+HORIZON = 256
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.floating[Any]]
@@ -95,7 +97,7 @@ def _uniform(hash_: int, seed: int) -> float:
 def _drawn(hash_: int, rules: Rules) -> int:
     """A draw from the ranks' geometric distribution, cut off by top_k, min_p and top_p."""
     slope = -LN2 / rules.temperature
-    count = rules.top_k or rules.vocab_size
+    count = min(rules.top_k or HORIZON, HORIZON, rules.vocab_size)
     if rules.min_p > 0:
         count = min(count, int(math.log(rules.min_p) / slope) + 1)
     mass = -math.expm1(count * slope)
@@ -110,11 +112,12 @@ def _drawn(hash_: int, rules: Rules) -> int:
 def _chosen_from_logits(
     hash_: int, rules: Rules, blocked: frozenset[int], tokens: Sequence[int], prompt_tokens: int
 ) -> int:
-    ids = np.array(rules.allowed, dtype=np.int64) if rules.allowed else np.arange(rules.vocab_size, dtype=np.int64)
-    ids = ids[~np.isin(ids, list(blocked))]
-    logits: Floats = -LN2 * (Ranking.of(hash_, rules.vocab_size).ranks(ids) + 1.0)
-    for token, bias in rules.bias:
-        logits[ids == token] += bias
+    ranking = Ranking.of(hash_, rules.vocab_size)
+    ids = _candidates(ranking, rules, blocked, tokens, prompt_tokens)
+    logits: Floats = -LN2 * (ranking.ranks(ids) + 1.0)
+    if rules.bias:
+        named = np.array([token for token, _ in rules.bias], dtype=np.int64)
+        _add(logits, ids, named, np.array([bias for _, bias in rules.bias]))
     _penalise(logits, ids, rules, tokens, prompt_tokens)
     # Equal logits are told apart by their ids, so that the order has no say.
     order = np.lexsort((ids, -logits))
@@ -130,11 +133,35 @@ def _chosen_from_logits(
     return int(ids[order[min(index, len(cumulative) - 1)]])
 
 
+def _candidates(
+    ranking: Ranking, rules: Rules, blocked: frozenset[int], tokens: Sequence[int], prompt_tokens: int
+) -> Ids:
+    """The tokens to choose from, sorted."""
+    if rules.allowed:
+        ids = np.array(rules.allowed, dtype=np.int64)
+    else:
+        named = [*blocked, *(token for token, _ in rules.bias)]
+        if rules.repetition != 1:
+            named += tokens
+        elif rules.frequency or rules.presence:
+            named += tokens[prompt_tokens:]
+        ranks = np.arange(min(rules.vocab_size, HORIZON + len(named)), dtype=np.int64)
+        ids = np.unique(np.concatenate([ranking.tokens(ranks), np.array(named, dtype=np.int64)]))
+    return ids[~np.isin(ids, list(blocked))]
+
+
 def _penalise(logits: Floats, ids: Ids, rules: Rules, tokens: Sequence[int], prompt_tokens: int) -> None:
     if rules.repetition != 1:
         seen = np.isin(ids, np.unique(np.array(tokens, dtype=np.int64)))
         logits[seen] = np.where(logits[seen] > 0, logits[seen] / rules.repetition, logits[seen] * rules.repetition)
     if rules.frequency or rules.presence:
         generated, counts = np.unique(np.array(tokens[prompt_tokens:], dtype=np.int64), return_counts=True)
-        for token, count in zip(generated.tolist(), counts.tolist(), strict=True):
-            logits[ids == token] -= rules.frequency * count + rules.presence
+        _add(logits, ids, generated, -(rules.frequency * counts + rules.presence))
+
+
+def _add(logits: Floats, ids: Ids, tokens: Ids, amounts: Floats) -> None:
+    """Adds each amount to the logit of its token, where ids, which are sorted, have it."""
+    places = np.searchsorted(ids, tokens)
+    places[places == len(ids)] = 0
+    there = ids[places] == tokens
+    logits[places[there]] += amounts[there]

@@ -101,7 +101,6 @@ class Scheduler:
         pool.share(cached)
         sequence.fetch_from = len(cached)
         sequence.computed = len(cached) * pool.block_size_tokens
-        sequence.digest = int(sequence.digests[sequence.computed - 1]) if cached else 0
         if not sequence.reported:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
             sequence.computed_tokens = 0

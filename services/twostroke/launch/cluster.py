@@ -9,7 +9,7 @@ from collections.abc import Callable
 import grpc.aio
 
 from twostroke.config import RpcSettings
-from twostroke.errors import TwostrokeError, UnavailableError
+from twostroke.errors import DeadlineError, TwostrokeError, UnavailableError
 from twostroke.rpc.channel import connect
 from twostroke.rpc.status import to_error
 from twostroke.v1.cluster_pb2 import WatchRequest, WatchResponse
@@ -19,7 +19,7 @@ _RETRY_S = 0.1
 
 
 async def fetch(target: str, timeout_s: float) -> WatchResponse:
-    """The cluster now. Raises UnavailableError when nothing answers in time, else what the router raised."""
+    """The cluster now. Raises UnavailableError when nothing answers, DeadlineError when it takes too long."""
     async with connect(target, RpcSettings()) as channel:
         call = ClusterServiceStub(channel).Watch(WatchRequest(once=True), timeout=timeout_s)
         try:
@@ -53,8 +53,10 @@ async def follow(target: str, see: Callable[[WatchResponse], None], timeout_s: f
 def unreachable(target: str, error: grpc.aio.AioRpcError) -> TwostrokeError:
     """The error of a call to a router, in terms of what to check."""
     code = error.code()
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED) and not error.trailing_metadata():
+    if code is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
         return UnavailableError(f"no router answers at {target}; `twostroke up` starts one, --router names another")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.trailing_metadata():
+        return DeadlineError(f"{target} gave no complete answer in time")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return UnavailableError(f"{target} is not a router; give --router the router's gRPC address")
     return to_error(error)

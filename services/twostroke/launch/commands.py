@@ -62,6 +62,10 @@ def up(flags: UpFlags) -> int:
         listening = [("--http-port", options.http_port)] if draft.http else []
         ports.require_free(options.host, [*listening, ("--grpc-port", options.grpc_port)])
         if options.engine == "vllm":
+            if not devices.has_vllm():
+                raise ConfigError(
+                    "vLLM is not installed: install twostroke[cpu] or twostroke[gpu], or --engine reference"
+                )
             options = replace(options, model=_obtain(options.model, console))
         made = plan.make(options, found, environment)
         question, shown = (None, "") if flags.question is None else _question(flags.question, bool(made.http))

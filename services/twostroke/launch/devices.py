@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-
 
 @dataclass(frozen=True, slots=True)
 class Devices:
@@ -20,8 +18,6 @@ class Devices:
     gpus: tuple[str, ...]
     """As CUDA_VISIBLE_DEVICES names them."""
     cores: tuple[int, ...]
-    bf16: bool
-    """Whether bfloat16 is computed natively."""
     preload: tuple[str, ...] = ()
     """Libraries that make an engine on CPU faster when they are loaded first."""
 
@@ -32,9 +28,13 @@ def detect(environment: Mapping[str, str]) -> Devices:
     return Devices(
         gpus=gpus,
         cores=tuple(sorted(os.sched_getaffinity(0))),
-        bf16=bool(gpus) or bool(_BF16_FLAGS & _cpu_flags()),
         preload=() if gpus else _preload(),
     )
+
+
+def has_vllm() -> bool:
+    """Whether the vLLM engine is installed, for whatever device."""
+    return importlib.util.find_spec("vllm") is not None
 
 
 def _gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -52,17 +52,6 @@ def _installed(distribution: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in ("flags", "Features"):
-                return set(value.split())
-    except OSError:
-        pass
-    return set()
 
 
 def _preload() -> tuple[str, ...]:

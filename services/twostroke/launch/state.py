@@ -99,6 +99,11 @@ class RunDir:
         """Where a process's output goes."""
         return self.path / f"{name}.log"
 
+    def clear_logs(self) -> None:
+        """Removes the logs of an earlier run."""
+        for path in self.path.glob("*.log"):
+            path.unlink(missing_ok=True)
+
     def create(self) -> None:
         """Makes the folder, for this user only. Raises ConfigError when it cannot be used."""
         try:

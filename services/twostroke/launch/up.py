@@ -54,6 +54,7 @@ class _Up:
     serving: bool = False
 
     def start_all(self) -> None:
+        self.run_dir.clear_logs()
         for spec in self.plan.processes:
             log = self.run_dir.log_path(spec.name)
             process = start(spec, log)
@@ -93,14 +94,14 @@ class _Up:
                 asyncio.create_task(self._first_end()),
             }
             try:
-                await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        ended = [process for process in self.processes if process.ended.done()]
-        if ended:
-            raise UnavailableError(self._obituary(ended[0]))
+        self._require_all("before it was ready")
         if not readiness.complete:
             raise UnavailableError(
                 f"not ready after {timeout_s:.0f} s (--ready-timeout-s); {readiness.missing()}; "
@@ -111,10 +112,13 @@ class _Up:
     async def _first_end(self) -> None:
         await asyncio.wait([process.ended for process in self.processes], return_when=asyncio.FIRST_COMPLETED)
 
-    def _obituary(self, process: Watched) -> str:
-        log = self.run_dir.log_path(process.name)
-        lines = "".join(f"\n  | {line}" for line in last_lines(log, _LOG_LINES))
-        return f"{process.name} {describe_exit(process.ended.result())} before it was ready; log: {log}{lines}"
+    def _require_all(self, when: str) -> None:
+        for process in self.processes:
+            if process.ended.done():
+                log = self.run_dir.log_path(process.name)
+                lines = "".join(f"\n  | {line}" for line in last_lines(log, _LOG_LINES))
+                how = describe_exit(process.ended.result())
+                raise UnavailableError(f"{process.name} {how} {when}; log: {log}{lines}")
 
     def _introduce(self) -> None:
         if self.plan.http:
@@ -137,6 +141,7 @@ class _Up:
         try:
             last = await ask.stream(self.plan.grpc, question, _ASK_TIMEOUT_S, show)
         except TwostrokeError as error:
+            self._require_all("during the question")
             raise UnavailableError(f"the question failed: {error.message}; logs in {self.run_dir.path}") from error
         say(self.console, "\n")
         for line in timeline.render(last.timeline, last.usage):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -41,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up(settings.log_level)
     try:
         asyncio.run(serve(settings))
+        if settings.front_end == "vllm":
+            # Everything is closed; what remains is seconds of libraries taking themselves apart.
+            logging.shutdown()
+            os._exit(0)
     except KeyboardInterrupt:
         return 130
     except (TwostrokeError, BaseExceptionGroup) as error:

@@ -59,7 +59,14 @@ class Dispatcher:
         if waiting_for := self.waiting_for():
             raise NoWorkerError(f"the router is not ready: it waits for {waiting_for}")
         deadline_s = time.monotonic() + min(timeout_s or float("inf"), self._settings.request_timeout_s)
-        flight = Flight(request, self.pool, self._emit, attempts=self._settings.prefill_attempts, deadline_s=deadline_s)
+        flight = Flight(
+            request,
+            self.pool,
+            self._emit,
+            attempts=self._settings.prefill_attempts,
+            handoff_timeout_s=self._settings.handoff_timeout_s,
+            deadline_s=deadline_s,
+        )
         self._remember(public_id or request.request_id, flight.trail)
         task = asyncio.get_running_loop().create_task(self._fly(flight, deadline_s), name=request.request_id)
         self._flights[request.request_id] = task

@@ -48,6 +48,7 @@ class Flight:
         *,
         attempts: int,
         deadline_s: float,
+        handoff_timeout_s: float,
     ) -> None:
         self.request_id = request.request_id
         self.trail = Trail()
@@ -56,6 +57,7 @@ class Flight:
         self._emit = emit
         self._attempts = attempts
         self._deadline_s = deadline_s
+        self._handoff_timeout_s = handoff_timeout_s
         self._delivered: list[int] = []
         self._failed_on: set[str] = set()
         self._ended = False
@@ -183,10 +185,21 @@ class Flight:
         slot = member.session.admit(stroke, request, handoff, self._remaining_s())
         session = member.session
         try:
+            await self._wait_for_prompt(stroke, member)
             await stroke.over
         finally:
             session.cancel(slot)
             stroke.release()
+
+    async def _wait_for_prompt(self, stroke: _DecodeStroke, member: Member) -> None:
+        try:
+            async with asyncio.timeout(self._handoff_timeout_s):
+                await asyncio.wait({stroke.over, stroke.ready}, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            raise KvLostError(
+                f"decode worker {member.worker_id} did not have the prompt's KV within {self._handoff_timeout_s:g} s "
+                "(--handoff-timeout-s)"
+            ) from None
 
     def _deliver(
         self,
@@ -210,12 +223,15 @@ class _DecodeStroke:
 
     def __init__(self, flight: Flight, source: Member | None, handoff: Handoff | None) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._flight = flight
         self._source = source
         self._handoff = handoff
         self._prompt: tuple[PromptStats, Logprobs | None] | None = None
 
     def prompt_ready(self, stats: PromptStats, prompt_logprobs: Logprobs | None) -> None:
+        if not self.ready.done():
+            self.ready.set_result(None)
         trail = self._flight.trail
         trail.decode_started_s = time.monotonic()
         trail.decode_computed_tokens = stats.computed_tokens

@@ -28,7 +28,8 @@ def channel_options(settings: RpcSettings) -> Options:
     return [
         *_common(settings),
         ("grpc.initial_reconnect_backoff_ms", int(settings.reconnect_min_s * 1000)),
-        ("grpc.min_reconnect_backoff_ms", int(settings.reconnect_min_s * 1000)),
+        # Also the time that one attempt to connect gets, so it must not be as short as the back-off.
+        ("grpc.min_reconnect_backoff_ms", int(settings.connect_timeout_s * 1000)),
         ("grpc.max_reconnect_backoff_ms", int(settings.reconnect_max_s * 1000)),
         # Retries are decided by the router and the SDK, which know whether a token was delivered.
         ("grpc.enable_retries", 0),

@@ -30,7 +30,9 @@ from twostroke.v1.engine_pb2 import Failure
 DOMAIN = "twostroke"
 
 # How gRPC words that nobody answers at an address.
-_CONNECT = re.compile(r"failed to connect to all addresses.*?ip[^:]*:(\S+?): (?:Failed to connect to remote host: )?(.*)")
+_CONNECT = re.compile(
+    r"failed to connect to all addresses.*?ip[^:]*:(\S+?): (?:Failed to connect to remote host: )?(.*)"
+)
 
 _BY_CODE: dict[int, type[TwostrokeError]] = {
     Code.INVALID_ARGUMENT: InvalidRequestError,
@@ -76,10 +78,9 @@ def to_error(error: grpc.RpcError) -> TwostrokeError:
         status = rpc_status.from_call(call)
     if status is not None:
         return _from_status(status)
-    kind = _BY_CODE.get(code, TwostrokeError)
-    if refused := _CONNECT.search(details):
-        return kind(f"cannot connect to {refused[1]}: {refused[2]}")
-    return kind(f"{details or 'the call failed'} ({call.code().name})")
+    refused = _CONNECT.search(details)
+    error_message = f"cannot connect to {refused[1]}: {refused[2]}" if refused else details or "the call failed"
+    return _make("", code, error_message, None)
 
 
 def _status_of(metadata: grpc.aio.Metadata | None) -> status_pb2.Status | None:

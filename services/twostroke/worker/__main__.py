@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -67,7 +68,12 @@ def main(argv: Sequence[str] | None = None, role: str | None = None) -> int:
 
         preload_libraries()
     try:
-        return asyncio.run(serve(settings))
+        code = asyncio.run(serve(settings))
+        if settings.engine == "vllm":
+            # Everything is closed; what remains is seconds of libraries taking themselves apart.
+            logging.shutdown()
+            os._exit(code)
+        return code
     except TwostrokeError as error:
         sys.stderr.write(f"twostroke worker: {error}\n")
         return 2

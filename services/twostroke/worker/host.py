@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from twostroke.engine.base import Engine, EngineInfo, EngineLoad, EngineOutput, Stroke
@@ -13,6 +15,8 @@ from twostroke.v1.engine_pb2 import EngineRequest
 from twostroke.v1.kv_pb2 import Handoff
 
 log = logging.getLogger(__name__)
+
+MIN_REPORT_INTERVAL_S = 0.05
 
 
 class Owner(Protocol):
@@ -61,12 +65,13 @@ class EngineHost:
                 step = await self._engine.next_step()
                 self._route(step.outputs)
                 await self._announce(step.load)
-        except EngineError as error:
-            self._failed = error
+        except Exception as error:
+            lost = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+            self._failed = lost
             for owner in set(self._owners.values()):
-                owner.lost(error)
+                owner.lost(lost)
             self._owners.clear()
-            raise
+            raise lost from error
 
     def _route(self, outputs: Sequence[EngineOutput]) -> None:
         touched: dict[int, Owner] = {}
@@ -128,12 +133,14 @@ class EngineHost:
             log.warning("drain: %d requests still run after %.0f s and end now", len(self._owners), timeout_s)
 
     async def loads(self, interval_s: float) -> AsyncIterator[EngineLoad]:
-        """The load now, and then at every step, at least every interval_s. Never ends by itself."""
+        """The load now, and then whenever more than a step count changed, at most every MIN_REPORT_INTERVAL_S and at
+        least every interval_s. Never ends by itself."""
         while True:
-            yield self.load
-            try:
-                async with asyncio.timeout(interval_s):
-                    async with self._changed:
+            told = self.load
+            yield told
+            # An engine that waits for KV steps a thousand times a second; none of that is news.
+            await asyncio.sleep(MIN_REPORT_INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s), self._changed:
+                    while replace(self.load, steps=told.steps) == told:
                         await self._changed.wait()
-            except TimeoutError:
-                pass

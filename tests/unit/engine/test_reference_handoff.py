@@ -245,7 +245,8 @@ async def test_cancel_in_the_middle_of_a_step_keeps_the_request_silent(tmp_path)
     assert step.load.used_blocks == 3
 
 
-async def test_cancelling_next_step_loses_no_step(tmp_path):
+@pytest.mark.parametrize("stroke", [Stroke.WHOLE, Stroke.DECODE])
+async def test_cancelling_next_step_loses_no_step(tmp_path, stroke):
     async with Rig(tmp_path) as rig:
         instant, entered = rig.sleep, asyncio.Event()
 
@@ -253,10 +254,13 @@ async def test_cancelling_next_step_loses_no_step(tmp_path):
             entered.set()
             await asyncio.Event().wait()
 
+        handoff = None
+        if stroke is Stroke.DECODE:
+            handoff = (await answer(await rig.start("p"), request("r", PROMPT), Stroke.PREFILL)).handoff
         rig.sleep = lambda duration_s: rig.sleeper(duration_s)
         rig.sleeper = stuck
-        engine = await rig.start()
-        await engine.admit(request("r", PROMPT), Stroke.WHOLE)
+        engine = await rig.start("d")
+        await engine.admit(request("r", PROMPT), stroke, handoff)
         for _ in range(3):
             entered.clear()
             stepping = asyncio.create_task(engine.next_step())

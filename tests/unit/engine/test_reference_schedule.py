@@ -45,10 +45,10 @@ async def test_decoding_sequences_go_before_prompts(tmp_path):
         engine = await rig.start(step_budget_tokens=8)
         await engine.admit(request("old", prompt_of(8), SamplingParams(max_tokens=30)), Stroke.WHOLE)
         await engine.next_step()
-        await engine.admit(request("new", prompt_of(14, seed=1), SamplingParams(max_tokens=1)), Stroke.WHOLE)
-        steps = [await engine.next_step() for _ in range(2)]
-    assert [[output.request_id for output in step.outputs] for step in steps] == [["old"], ["old", "new"]]
-    assert [step.load.pending_prompt_tokens for step in steps] == [7, 0], "8 tokens a step, one of them decoded"
+        await engine.admit(request("new", prompt_of(21, seed=1), SamplingParams(max_tokens=1)), Stroke.WHOLE)
+        steps = [await engine.next_step() for _ in range(3)]
+    assert [[output.request_id for output in step.outputs] for step in steps] == [["old"], ["old"], ["old", "new"]]
+    assert [step.load.pending_prompt_tokens for step in steps] == [14, 7, 0], "8 tokens a step, one of them decoded"
 
 
 async def test_lower_priority_numbers_start_first_then_older_requests(tmp_path):
@@ -116,6 +116,20 @@ async def test_the_youngest_gives_way(tmp_path):
             finished += [output.request_id for output in step.outputs if output.done]
     assert finished == ["old", "young"]
     assert preempted > 0
+
+
+async def test_a_prompt_of_higher_priority_takes_the_block_of_a_planned_sequence(tmp_path):
+    urgent = prompt_of(64, seed=1)
+    async with Rig(tmp_path) as rig:
+        engine = await rig.start(reference_blocks=6, step_budget_tokens=9)
+        await engine.admit(request("old", prompt_of(30), SamplingParams(max_tokens=30)), Stroke.WHOLE)
+        for _ in range(4):
+            await engine.next_step()
+        await engine.admit(request("urgent", urgent, priority=-1), Stroke.WHOLE)
+        answers, load = await finish(engine, "old", "urgent")
+    assert answers["urgent"].tokens == expected_tokens(urgent, count=8)
+    assert answers["old"].tokens == expected_tokens(prompt_of(30), count=30)[1:]
+    assert load.computed_prompt_tokens > 30 + 64, "old was preempted"
 
 
 async def test_a_fetched_sequence_can_be_preempted(tmp_path):

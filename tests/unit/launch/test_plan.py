@@ -13,7 +13,7 @@ from twostroke.launch.devices import Devices
 from twostroke.launch.plan import UpOptions, make
 from twostroke.launch.processes import ProcessSpec
 
-CPU = Devices(gpus=(), cores=(2, 5), bf16=False, preload=("/lib/a.so", "/lib/b.so"))
+CPU = Devices(gpus=(), cores=(2, 5), preload=("/lib/a.so", "/lib/b.so"))
 OPTIONS = UpOptions(
     engine="vllm",
     model="org/name",
@@ -76,16 +76,16 @@ def test_several_cores_per_worker_do_not_overlap_while_there_are_enough() -> Non
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bf16", "expected"), [("", False, "float32"), ("", True, "auto"), ("bfloat16", False, "bfloat16")]
+    ("dtype", "gpus", "expected"), [("", (), "float32"), ("", ("0",), "auto"), ("bfloat16", (), "bfloat16")]
 )
-def test_dtype_is_what_is_fast_and_alike_everywhere(dtype: str, bf16: bool, expected: str) -> None:
-    plan = make(replace(OPTIONS, dtype=dtype), replace(CPU, bf16=bf16), {})
+def test_dtype_is_float32_on_cpus_and_alike_everywhere(dtype: str, gpus: tuple[str, ...], expected: str) -> None:
+    plan = make(replace(OPTIONS, dtype=dtype), replace(CPU, gpus=gpus), {})
     assert router_settings(plan.router).dtype == expected
     assert {worker_settings(spec).dtype for spec in plan.workers} == {expected}
 
 
 def test_each_worker_gets_its_own_gpus() -> None:
-    gpus = Devices(gpus=("0", "1", "4", "7"), cores=(0,), bf16=True)
+    gpus = Devices(gpus=("0", "1", "4", "7"), cores=(0,))
     options = replace(OPTIONS, decode=1, worker_args=("--tensor-parallel=2",))
     plan = make(options, gpus, {})
     assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in plan.workers] == ["0,1", "4,7"]
@@ -98,7 +98,7 @@ def test_each_worker_gets_its_own_gpus() -> None:
 
 
 def test_workers_that_share_a_gpu_share_its_memory() -> None:
-    gpus = Devices(gpus=("0", "1"), cores=(0,), bf16=True)
+    gpus = Devices(gpus=("0", "1"), cores=(0,))
     plan = make(OPTIONS, gpus, {})
     assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in plan.workers] == ["0", "1", "0"]
     assert [worker_settings(spec).gpu_memory_fraction for spec in plan.workers] == [0.45, 0.9, 0.45]
@@ -107,7 +107,7 @@ def test_workers_that_share_a_gpu_share_its_memory() -> None:
 
 
 def test_too_few_gpus_are_named() -> None:
-    gpus = Devices(gpus=("0",), cores=(0,), bf16=True)
+    gpus = Devices(gpus=("0",), cores=(0,))
     with pytest.raises(ConfigError, match="--tensor-parallel 2 needs as many GPUs; this machine shows 1"):
         make(replace(OPTIONS, worker_args=("--tensor-parallel", "2")), gpus, {})
 

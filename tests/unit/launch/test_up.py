@@ -92,6 +92,18 @@ async def test_an_early_exit_ends_up_with_the_last_log_lines(tmp_path: Path) -> 
     assert up.run_dir.load() is None
 
 
+async def test_logs_of_an_earlier_run_are_gone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(0o700)
+    (tmp_path / "run" / "decode-7.log").write_text("old")
+    up = Up(plan(worker=FAILING), tmp_path)
+    assert await up.ends() == 1
+    assert sorted(path.name for path in up.run_dir.path.glob("*.log")) == [
+        "decode-0.log",
+        "prefill-0.log",
+        "router.log",
+    ]
+
+
 async def test_what_is_missing_at_the_deadline_is_named(tmp_path: Path) -> None:
     up = Up(plan(FAKE_WAITING_FOR="a decode worker"), tmp_path, timeout_s=3)
     assert await up.ends() == 1

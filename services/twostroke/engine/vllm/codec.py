@@ -79,7 +79,8 @@ def prompt_stats(output: Any, admitted_s: float) -> pb.PromptStats:
         wire.prompt_tokens = stats.num_prompt_tokens
         wire.cached_tokens = stats.num_local_cached_tokens
         wire.transferred_tokens = stats.num_external_cached_tokens
-        wire.computed_tokens = stats.num_computed_tokens
+        # vLLM counts a fetched prompt as computed nowhere, but runs its last token again to choose the next from it.
+        wire.computed_tokens = max(1, stats.num_computed_tokens)
     return wire
 
 

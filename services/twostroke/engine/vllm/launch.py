@@ -26,6 +26,7 @@ from twostroke.errors import ConfigError, EngineError
 log = logging.getLogger(__name__)
 
 DEFAULT_CPU_KV_BYTES = 1 << 30
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _PR_SET_PDEATHSIG = 1
 
 # Imported before the fork, so that neither child imports them again.
@@ -82,6 +83,9 @@ def prepare_environment(settings: WorkerSettings) -> int:
         values["VLLM_CPU_OMP_THREADS_BIND"] = settings.cores
     if Path(settings.model).is_dir():
         values["HF_HUB_OFFLINE"] = "1"
+    if settings.kv_host in LOOPBACK and "UCX_NET_DEVICES" not in child_environment():
+        # Left alone, UCX may choose a bridge or an interface that comes and goes.
+        values["UCX_NET_DEVICES"] = "lo"
     set_environment(**values)
     return port
 
@@ -128,7 +132,11 @@ def engine_args(settings: WorkerSettings, engine_id: str) -> Any:
             engine_id=engine_id,
             # A prompt that could not be fetched is placed again by the router, never computed here unseen.
             kv_load_failure_policy="fail",
-            kv_connector_extra_config={"kv_lease_duration": settings.kv_lease_s},
+            kv_connector_extra_config={
+                "kv_lease_duration": settings.kv_lease_s,
+                # One UCX worker; more would need threads of their own to make progress.
+                "num_threads": 0,
+            },
         ),
     )
 

@@ -1,37 +1,39 @@
 """vLLM's stock NIXL connector, made fit to share a machine, and its parameters on the wire.
 
-Three things are changed, none of them in the protocol: the agent's progress thread, which spins on a whole core, is
-not started (the connector polls in every step, and the engine steps while KV is held or awaited); the connector's
-pinning of the computing thread to the last core is undone; and held KV can be released on the router's word instead of
-by time-out.
+Three things are changed, none of them in the protocol: the agent's progress thread sleeps between polls instead of
+spinning on a whole core, and may run on any core; the connector's pinning of the computing thread to the last core is
+undone; and held KV can be released on the router's word instead of by time-out.
+
+The thread cannot be left out: connections are made by both sides' progress, and a prefill worker that has nothing to
+compute makes none by itself.
 """
 
 from __future__ import annotations
 
-import functools
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
 from twostroke.v1.kv_pb2 import BlockGroup, NixlTransfer
+
+# Long enough to cost little while idle, short beside a step.
+PROGRESS_INTERVAL_US = 1000
 
 
 class NixlConnector(NixlPullConnector):
     """The stock pull connector with the changes named above. Keeps the name that vLLM's configuration checks for."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        affinity = os.sched_getaffinity(0)
-        stock = base_worker.nixl_agent_config
-        if role is KVConnectorRole.WORKER and stock is not None:
-            base_worker.nixl_agent_config = functools.partial(stock, enable_prog_thread=False)
-        try:
+        if role is KVConnectorRole.WORKER:
+            with _calm_agent(), _unpinned():
+                super().__init__(vllm_config, role, kv_cache_config)
+        else:
             super().__init__(vllm_config, role, kv_cache_config)
-        finally:
-            base_worker.nixl_agent_config = stock
-            os.sched_setaffinity(0, affinity)
         self._released: set[str] = set()
 
     def release(self, request_ids: list[str]) -> int:
@@ -51,6 +53,36 @@ class NixlConnector(NixlPullConnector):
             results.finished_sending.update(self._released)
             self._released.clear()
         return results
+
+
+@contextmanager
+def _calm_agent() -> Iterator[None]:
+    """Agents made within poll every PROGRESS_INTERVAL_US; NIXL's Python API fixes that at "never sleep"."""
+    from nixl._api import nixl_agent
+
+    bindings = sys.modules[nixl_agent.__module__].nixlBind
+    stock = bindings.nixlAgent
+
+    def calm(name: str, config: Any) -> Any:
+        config.pthrDelay = PROGRESS_INTERVAL_US
+        return stock(name, config)
+
+    bindings.nixlAgent = calm
+    try:
+        yield
+    finally:
+        bindings.nixlAgent = stock
+
+
+@contextmanager
+def _unpinned() -> Iterator[None]:
+    """Threads started within may run on any core; the calling thread is put back where it was."""
+    affinity = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, affinity)
 
 
 def request_params() -> dict[str, Any]:

@@ -1,0 +1,204 @@
+"""The systems that are compared, as processes to start. All serve one model with the same engines."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from twostroke.bench.load import MODEL
+from twostroke.errors import ConfigError
+from twostroke.launch import plan
+from twostroke.launch.devices import Devices
+from twostroke.launch.processes import ProcessSpec
+
+DIRECT, VLLM_ROUTER, TWOSTROKE = "direct", "vllm-router", "twostroke"
+
+VLLM_ROUTER_INSTALL = f"{sys.executable} -m pip install vllm-router==0.1.17"
+
+_HOST = "127.0.0.1"
+# Below those that the kernel gives to outgoing connections: an engine binds its ports a minute after they are chosen.
+_PORTS = range(20000, 32000)
+_STEP_BUDGET_TOKENS = 512
+_MAX_SEQUENCES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What every system serves."""
+
+    model: str
+    """Folder."""
+    kv_bytes: int
+    """Of each engine."""
+    max_model_len_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One system."""
+
+    name: str
+    stages: tuple[tuple[ProcessSpec, ...], ...]
+    """Processes to start; each stage once the one before answers on its HTTP address."""
+    address: tuple[str, int]
+    """Where its clients ask."""
+    routers: tuple[str, ...]
+    """Processes between the clients and whatever fronts an engine."""
+    front_ends: tuple[str, ...]
+    """Processes that front one engine each; the engine is their descendants."""
+
+    @property
+    def processes(self) -> tuple[ProcessSpec, ...]:
+        """All of them."""
+        return tuple(spec for stage in self.stages for spec in stage)
+
+
+def vllm_router_installed() -> bool:
+    """Whether the comparison with vllm-router can be made here."""
+    return importlib.util.find_spec("vllm_router") is not None
+
+
+class Builder:
+    """Makes the stacks, each on ports that are free and given to no other."""
+
+    def __init__(self, served: Served, devices: Devices, environment: Mapping[str, str]) -> None:
+        self._served = served
+        self._devices = devices
+        self._environment = {
+            **environment,
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "NIXL_LOG_LEVEL": "WARN",
+        }
+        self._ports: list[int] = []
+
+    def _port(self) -> int:
+        for port in random.sample(_PORTS, len(_PORTS)):
+            if port not in self._ports and _is_free(port):
+                self._ports.append(port)
+                return port
+        raise ConfigError(f"no free port between {_PORTS[0]} and {_PORTS[-1]}")
+
+    def direct(self) -> Stack:
+        """One vLLM API server, its engine on the core on which the others decode."""
+        server = self._api_server("direct", index=1, role="")
+        return Stack(DIRECT, ((server,),), _split(server.address), (), ("direct",))
+
+    def vllm_router(self) -> Stack:
+        """vllm-router in its P/D mode over two vLLM API servers."""
+        prefill = self._api_server("vllm-prefill", index=0, role="kv_producer")
+        decode = self._api_server("vllm-decode", index=1, role="kv_consumer")
+        port = self._port()
+        command = (
+            *(sys.executable, "-m", "vllm_router.launch_router", "--host", _HOST, "--port", str(port)),
+            *("--vllm-pd-disaggregation", "--prefill", f"http://{prefill.address}"),
+            *("--decode", f"http://{decode.address}", "--policy", "round_robin", "--log-level", "warning"),
+            *("--prometheus-port", str(self._port()), "--worker-startup-check-interval", "1"),
+        )
+        router = ProcessSpec("vllm-router", command, f"{_HOST}:{port}", self._environment)
+        return Stack(
+            VLLM_ROUTER,
+            ((prefill, decode), (router,)),
+            (_HOST, port),
+            ("vllm-router",),
+            ("vllm-prefill", "vllm-decode"),
+        )
+
+    def twostroke(self) -> Stack:
+        """Our router, one prefill and one decode worker, as `twostroke up` starts them."""
+        http_port, grpc_port = self._port(), self._port()
+        length = f"--max-model-len-tokens={self._served.max_model_len_tokens}"
+        options = plan.UpOptions(
+            engine="vllm",
+            model=self._served.model,
+            served_model_name=MODEL,
+            prefill=1,
+            decode=1,
+            host=_HOST,
+            http_port=http_port,
+            grpc_port=grpc_port,
+            dtype="float32",
+            worker_args=(
+                length,
+                f"--kv-bytes={self._served.kv_bytes}",
+                f"--step-budget-tokens={_STEP_BUDGET_TOKENS}",
+                f"--max-sequences={_MAX_SEQUENCES}",
+                "--drain-s=1",
+                "--log-level=WARNING",
+            ),
+            router_args=(length, "--drain-s=1", "--log-level=WARNING"),
+        )
+        made = plan.make(options, self._devices, self._environment)
+        self._ports += [int(worker.address.rpartition(":")[2]) for worker in made.workers]
+        return Stack(
+            TWOSTROKE,
+            (made.processes,),
+            (_HOST, http_port),
+            (made.router.name,),
+            tuple(worker.name for worker in made.workers),
+        )
+
+    def _api_server(self, name: str, index: int, role: str) -> ProcessSpec:
+        port = self._port()
+        served = self._served
+        command = [
+            *(
+                sys.executable,
+                "-m",
+                "vllm.entrypoints.launchers.api_server.entry",
+                "--host",
+                _HOST,
+                "--port",
+                str(port),
+            ),
+            *("--model", served.model, "--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"),
+            *("--max-model-len", str(served.max_model_len_tokens), "--kv-cache-memory-bytes", str(served.kv_bytes)),
+            *("--max-num-batched-tokens", str(_STEP_BUDGET_TOKENS), "--max-num-seqs", str(_MAX_SEQUENCES)),
+            *("--generation-config", "vllm", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+        ]
+        if role:
+            command += ["--kv-transfer-config", json.dumps(_kv_transfer(role))]
+        return ProcessSpec(name, tuple(command), f"{_HOST}:{port}", self._placed(index))
+
+    def _placed(self, index: int) -> dict[str, str]:
+        cores = self._devices.cores
+        preload = " ".join([*self._devices.preload, *self._environment.get("LD_PRELOAD", "").split()])
+        return {
+            **self._environment,
+            "VLLM_CPU_OMP_THREADS_BIND": str(cores[index % len(cores)]),
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": _HOST,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._port()),
+            **({"LD_PRELOAD": preload} if preload else {}),
+        }
+
+
+def _kv_transfer(role: str) -> dict[str, object]:
+    # Our form of the connector, so that its progress thread takes no core away and only the routers differ.
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "twostroke.engine.vllm.nixl",
+        "kv_role": role,
+        "kv_load_failure_policy": "fail",
+    }
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((_HOST, port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,190 @@
+"""SmolLM2 on a prefill and a decode worker against one plain vLLM engine."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import openai
+import pytest
+
+from engine.conftest import TwoPools, cases
+from twostroke.config import RpcSettings
+from twostroke.rpc.channel import connect
+from twostroke.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
+from twostroke.v1.engine_pb2 import SamplingParams, TokenSequence
+from twostroke.v1.inference_pb2 import GenerateRequest, GenerateResponse
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+BLOCK_TOKENS = 128
+TOKEN_BYTES = 45 * 1024
+
+
+@pytest.fixture
+async def channel(two_pools: TwoPools) -> AsyncIterator[grpc.aio.Channel]:
+    async with connect(two_pools.grpc, RpcSettings()) as channel:
+        yield channel
+
+
+@pytest.fixture
+async def client(two_pools: TwoPools) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{two_pools.http}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def generate(
+    channel: grpc.aio.Channel, prompt: list[int], **sampling: Any
+) -> tuple[list[int], str, GenerateResponse]:
+    request = GenerateRequest(
+        tokens=TokenSequence(token_ids=prompt), sampling=SamplingParams(temperature=0, **sampling)
+    )
+    tokens: list[int] = []
+    text = ""
+    last = GenerateResponse()
+    async for last in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=300):
+        tokens.extend(last.token_ids)
+        text += last.text
+    return tokens, text, last
+
+
+async def until_empty(channel: grpc.aio.Channel) -> cluster_pb2.WatchResponse:
+    call = cluster_pb2_grpc.ClusterServiceStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=60)
+    async for view in call:
+        if not view.requests and not any(w.load.used_blocks or w.load.held_handoffs for w in view.workers):
+            return view
+    raise AssertionError("the watch ended")
+
+
+@pytest.mark.parametrize("name", cases())
+async def test_greedy_answers_equal_one_engine_token_for_token(
+    name: str, truth: dict[str, Any], channel: grpc.aio.Channel
+) -> None:
+    case, expected = cases()[name], truth[name]
+    case.pop("tokens", None)
+    case.pop("prompt")
+    tokens, text, last = await generate(channel, expected["prompt"], **case)
+    assert tokens == expected["token_ids"]
+    assert text == expected["text"]
+    assert last.usage.prompt_tokens == len(expected["prompt"])
+    assert last.usage.completion_tokens == len(tokens)
+    assert last.timeline.prefill_worker_id == "prefill-0"
+    assert last.timeline.decode_worker_id == "decode-0"
+    assert last.timeline.decode_computed_tokens <= BLOCK_TOKENS
+
+
+async def test_the_kv_really_moved(channel: grpc.aio.Channel) -> None:
+    before = await until_empty(channel)
+    prompt = [(i * 37) % 30000 + 200 for i in range(700)]
+    _, _, last = await generate(channel, prompt, max_tokens=4)
+    after = await until_empty(channel)
+
+    def received(view: cluster_pb2.WatchResponse) -> tuple[int, int]:
+        decode = next(w.load for w in view.workers if w.info.worker_id == "decode-0")
+        return decode.kv_received_bytes, decode.kv_received_handoffs
+
+    blocks = -(-len(prompt) // BLOCK_TOKENS)
+    assert received(after)[0] - received(before)[0] == blocks * BLOCK_TOKENS * TOKEN_BYTES
+    assert received(after)[1] - received(before)[1] == 1
+    assert last.timeline.transferred_tokens == len(prompt)
+    assert last.timeline.transferred_bytes == blocks * BLOCK_TOKENS * TOKEN_BYTES
+    assert after.recomputed_prompts == 0
+    computed = {w.info.worker_id: w.load.computed_prompt_tokens for w in after.workers}
+    assert computed["decode-0"] < computed["prefill-0"] / 20
+
+
+async def test_two_requests_at_once(truth: dict[str, Any], channel: grpc.aio.Channel) -> None:
+    names = ["100 tokens", "300 tokens"]
+    answers = await asyncio.gather(*(generate(channel, truth[name]["prompt"], max_tokens=16) for name in names))
+    assert [answer[0] for answer in answers] == [truth[name]["token_ids"] for name in names]
+
+
+async def test_streaming_and_not_streaming_say_the_same(client: openai.AsyncOpenAI) -> None:
+    ask: dict[str, Any] = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+        "max_tokens": 30,
+    }
+    whole = await client.chat.completions.create(**ask)
+    stream = await client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content == "The capital of France is Paris."
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+async def test_n_2_stop_strings_and_log_probabilities_work_over_http(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model="smollm2", prompt="One, two, three,", n=2, temperature=0, max_tokens=12, logprobs=2, stop=[" six"]
+    )
+    assert len(answer.choices) == 2
+    first, second = answer.choices
+    assert first.text == second.text
+    assert " six" not in first.text
+    assert first.finish_reason == "stop"
+    assert first.logprobs is not None
+    assert first.logprobs.tokens is not None
+    assert "".join(first.logprobs.tokens).startswith(first.text)
+
+
+async def test_a_prompt_longer_than_the_model_is_a_400_that_names_the_limit(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="8192"):
+        await client.completions.create(model="smollm2", prompt=[5] * 9000, max_tokens=1)
+
+
+async def test_an_unknown_model_is_a_404_that_names_it(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        await client.completions.create(model="gpt-9", prompt="hello")
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}}, "vllm_xargs|kv_transfer"),
+        ({"vllm_xargs": {"twostroke_forced_token_ids": [1]}}, "vllm_xargs"),
+    ],
+    ids=["a hand-off from outside", "extra arguments"],
+)
+async def test_what_is_not_served_is_refused_by_name(
+    client: openai.AsyncOpenAI, extra: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=named):
+        await client.completions.create(model="smollm2", prompt="hello", max_tokens=2, extra_body=extra)
+
+
+@pytest.mark.parametrize("pieces", [1, 8], ids=["after the first token", "in decode"])
+async def test_an_abort_frees_blocks_on_both_sides(channel: grpc.aio.Channel, pieces: int) -> None:
+    request = GenerateRequest(
+        tokens=TokenSequence(token_ids=[(i * 11) % 9000 + 300 for i in range(400 + pieces)]),
+        sampling=SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True),
+    )
+    calls = [inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=120) for _ in range(3)]
+    for call in calls:
+        for _ in range(pieces):
+            await call.read()
+    for call in calls:
+        call.cancel()
+    view = await until_empty(channel)
+    assert all(not w.load.running_requests for w in view.workers)
+
+
+async def test_an_abort_in_prefill_frees_blocks(channel: grpc.aio.Channel) -> None:
+    request = GenerateRequest(
+        tokens=TokenSequence(token_ids=[(i * 13) % 9000 + 300 for i in range(4000)]),
+        sampling=SamplingParams(max_tokens=20, temperature=0),
+    )
+    call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=120)
+    asked = asyncio.create_task(call.read())
+    watch = cluster_pb2_grpc.ClusterServiceStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=60)
+    async for view in watch:
+        if any(w.load.used_blocks and w.info.worker_id == "prefill-0" for w in view.workers):
+            break
+    call.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    view = await until_empty(channel)
+    assert not any(w.load.running_requests for w in view.workers)
