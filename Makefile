@@ -29,6 +29,7 @@ help: ## Lists these targets
 	@echo "             PYTHON=python3.11  PIP_ARGS='further arguments of pip install'"
 
 install: $(FULL) $(GENERATED) ## Makes .venv with the engine and the tools, once
+	@:
 
 up: install ## Starts router, prefill and decode here, asks a question, serves until Ctrl-C
 	@$(BIN)/twostroke up $(if $(MODEL),--model '$(MODEL)') $(ARGS)
@@ -60,6 +61,7 @@ bench-router: install ## Measures what the router adds to a request; writes buil
 clean: ## Removes generated code, caches and build results; .venv and the model cache stay
 	@rm -rf build services/twostroke/v1 services/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 	@find services tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find services -name '*.so' -delete
 
 $(BASE): pyproject.toml setup.py
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; name one with PYTHON="; exit 1; }

@@ -55,7 +55,7 @@ def native() -> Extension:
     folder = "services/twostroke/kv"
     return Extension(
         "twostroke.kv._ucx",
-        sources=[f"{folder}/_ucx{part}.c" for part in ("", "_worker", "_library", "_digest")],
+        sources=[f"{folder}/_ucx{part}.c" for part in ("", "_worker", "_serve", "_library", "_digest")],
         depends=[f"{folder}/_ucx_{part}.h" for part in ("worker", "library", "digest")],
         include_dirs=ucx_headers(),
         extra_compile_args=["-std=gnu11", "-O3", "-fvisibility=hidden", "-Wall", "-Wno-sign-compare"],

@@ -56,7 +56,7 @@ class WorkerSettings(_Settings):
     port: int = Field(DEFAULT_WORKER_PORT, ge=0, le=65535, description="gRPC port to listen on; 0 picks one.")
     engine: EngineKind = Field("vllm", description="vllm, or reference: a deterministic engine for tests.")
     model: str = Field("", description="Folder or hub name of the model. Empty with vllm is an error.")
-    dtype: str = Field("auto", description="Element type of weights and KV; float32 is fastest on CPUs without bf16.")
+    dtype: str = Field("auto", description="Element type of weights and KV; auto is float32 on CPU, else the model's.")
     max_model_len_tokens: int = Field(0, ge=0, description="Longest sequence; 0 is the model's own.")
     step_budget_tokens: int = Field(512, gt=0, description="Most tokens one engine step computes.")
     max_sequences: int = Field(64, gt=0, description="Most sequences one engine step runs.")

@@ -87,7 +87,18 @@ def two_pools(model: str, truth: object, tmp_path_factory: pytest.TempPathFactor
     environment = {**os.environ, "TWOSTROKE_RUN_DIR": str(run_dir)}
     command = [sys.executable, "-m", "twostroke"]
     up = subprocess.run(
-        [*command, "up", "--detach", "--no-ask", "--http-port", str(http), "--grpc-port", str(grpc)],
+        [
+            *command,
+            "up",
+            "--detach",
+            "--no-ask",
+            "--dtype",
+            "float32",
+            "--http-port",
+            str(http),
+            "--grpc-port",
+            str(grpc),
+        ],
         env=environment,
         capture_output=True,
         text=True,
@@ -95,7 +106,7 @@ def two_pools(model: str, truth: object, tmp_path_factory: pytest.TempPathFactor
     )
     assert up.returncode == 0, up.stdout + up.stderr
     try:
-        yield TwoPools("smollm2", f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}")
+        yield TwoPools("SmolLM2-135M-Instruct", f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}")
     finally:
         down = subprocess.run([*command, "down"], env=environment, capture_output=True, text=True, check=False)
         assert down.returncode == 0, down.stdout + down.stderr

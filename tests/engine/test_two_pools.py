@@ -17,6 +17,7 @@ from twostroke.v1.inference_pb2 import GenerateRequest, GenerateResponse
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
+MODEL = "SmolLM2-135M-Instruct"
 BLOCK_TOKENS = 128
 TOKEN_BYTES = 45 * 1024
 
@@ -101,7 +102,7 @@ async def test_two_requests_at_once(truth: dict[str, Any], channel: grpc.aio.Cha
 
 async def test_streaming_and_not_streaming_say_the_same(client: openai.AsyncOpenAI) -> None:
     ask: dict[str, Any] = {
-        "model": "smollm2",
+        "model": MODEL,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "temperature": 0,
         "max_tokens": 30,
@@ -120,7 +121,7 @@ async def test_streaming_and_not_streaming_say_the_same(client: openai.AsyncOpen
 
 async def test_n_2_stop_strings_and_log_probabilities_work_over_http(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(
-        model="smollm2", prompt="One, two, three,", n=2, temperature=0, max_tokens=12, logprobs=2, stop=[" six"]
+        model=MODEL, prompt="One, two, three,", n=2, temperature=0, max_tokens=12, logprobs=2, stop=[" six"]
     )
     assert len(answer.choices) == 2
     first, second = answer.choices
@@ -134,7 +135,7 @@ async def test_n_2_stop_strings_and_log_probabilities_work_over_http(client: ope
 
 async def test_a_prompt_longer_than_the_model_is_a_400_that_names_the_limit(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="8192"):
-        await client.completions.create(model="smollm2", prompt=[5] * 9000, max_tokens=1)
+        await client.completions.create(model=MODEL, prompt=[5] * 9000, max_tokens=1)
 
 
 async def test_an_unknown_model_is_a_404_that_names_it(client: openai.AsyncOpenAI) -> None:
@@ -154,7 +155,7 @@ async def test_what_is_not_served_is_refused_by_name(
     client: openai.AsyncOpenAI, extra: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=named):
-        await client.completions.create(model="smollm2", prompt="hello", max_tokens=2, extra_body=extra)
+        await client.completions.create(model=MODEL, prompt="hello", max_tokens=2, extra_body=extra)
 
 
 @pytest.mark.parametrize("pieces", [1, 8], ids=["after the first token", "in decode"])

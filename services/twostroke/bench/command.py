@@ -8,12 +8,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 
-from twostroke.bench.record import Record
+from twostroke.bench.record import FOLDER, Record
 from twostroke.errors import TwostrokeError
 from twostroke.launch.board import say
 
@@ -41,6 +42,13 @@ def make_say(console: Console) -> Callable[[str], None]:
 def command_line(name: str) -> str:
     """What to type to run this again."""
     return f"python -m twostroke.bench.{name} {shlex.join(sys.argv[1:])}".strip()
+
+
+def log_folder(name: str) -> Path:
+    """An existing folder for what the processes write."""
+    folder = FOLDER / "logs" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def finish(record: Record, console: Console) -> None:

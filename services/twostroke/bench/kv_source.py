@@ -1,8 +1,8 @@
 """A process that offers memory over a transport, for benchmarks and tests: `python -m twostroke.bench.kv_source`.
 
 It prints one JSON line when it is ready, `{"address": hex, "base": int, "nbytes": int}`, and one per event after it.
-Commands come as lines on standard input: `connect ID HEX`, `signal ID TEXT`, `fence ID`, `cpu`, `close`. It ends with
-its standard input.
+Commands come as lines on standard input: `connect ID HEX`, `signal ID TEXT`, `read ID BASE` (as much as it offers itself,
+again and again, over its own memory), `fence ID`, `cpu`, `close`. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def say(**values: object) -> None:
 class Source:
     """Runs one transport on the main thread and takes commands from another."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, memory: Bytes) -> None:
         self._transport = transport
+        self._memory = memory
         self._commands: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._peers: dict[str, Peer] = {}
 
@@ -86,6 +87,11 @@ class Source:
             self._peers[peer_id] = self._transport.connect(peer_id, bytes.fromhex(value))
         elif verb == "signal":
             self._transport.signal(self._peers[peer_id], value.encode())
+        elif verb == "read":
+            rows = np.array([[self._memory.ctypes.data, int(value), self._memory.nbytes]] * 64, dtype=np.int64)
+            for _ in range(64):
+                self._transport.get_batch(self._peers[peer_id], rows, 600.0)
+            say(event="reading")
         elif verb == "fence":
             self._transport.fence(self._peers.pop(peer_id))
             say(event="fenced", peer=peer_id)
@@ -111,7 +117,7 @@ def main() -> None:
     share = flags.nbytes // flags.regions
     for start in range(0, flags.nbytes, share):
         transport.register(memory.ctypes.data + start, share)
-    source = Source(transport)
+    source = Source(transport, memory)
     threading.Thread(target=source.read_commands, daemon=True).start()
     say(address=transport.address().hex(), base=memory.ctypes.data, nbytes=flags.nbytes)
     source.run()

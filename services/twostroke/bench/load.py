@@ -36,11 +36,19 @@ class Answer:
         return self.first_s - self.sent_s
 
     def events(self) -> list[dict[str, Any]]:
-        """The server-sent events. Raises UnavailableError when they do not end with [DONE]."""
+        """The server-sent events. Raises UnavailableError for one that reports an error and for a missing [DONE]."""
         found = [line[len(_DATA) :] for line in self.body.split(b"\n") if line.startswith(_DATA)]
         if not found or found[-1].strip() != b"[DONE]":
             raise UnavailableError(f"the answer ended early: {self.body[-200:]!r}")
-        return [json.loads(event) for event in found[:-1]]
+        events = [json.loads(event) for event in found[:-1]]
+        for event in events:
+            if "error" in event:
+                raise UnavailableError(f"the answer ended with an error: {event['error']}")
+        return events
+
+    def tokens(self) -> int:
+        """How many tokens the server says that it sent."""
+        return int(self.events()[-1]["usage"]["completion_tokens"])
 
     def text(self) -> str:
         """All of its text."""

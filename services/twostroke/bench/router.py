@@ -20,15 +20,15 @@ import typer
 
 from twostroke.bench import router_report as report
 from twostroke.bench import tiny_model
-from twostroke.bench.command import command_line, end, finish, make_app, make_console, make_say
-from twostroke.bench.load import drive, requests
+from twostroke.bench.command import command_line, end, finish, log_folder, make_app, make_console, make_say
+from twostroke.bench.load import Load, drive, requests
 from twostroke.bench.meter import Meter
 from twostroke.bench.record import FOLDER, Record
 from twostroke.bench.running import Running, Say, running
 from twostroke.bench.stacks import VLLM_ROUTER_INSTALL, Builder, Served, Stack, vllm_router_installed
 from twostroke.bench.stats import Sample, cells
 from twostroke.config import child_environment
-from twostroke.errors import ConfigError
+from twostroke.errors import ConfigError, UnavailableError
 from twostroke.launch import devices
 from twostroke.launch.model import obtain
 
@@ -81,7 +81,8 @@ async def _measure_batch(batch: Sequence[Running], options: Options, results: Re
     say("warming up")
     for each in batch:
         warm = requests(f"warm-up {each.stack.name}", options.prompt_tokens, options.max_tokens)
-        await drive(each.stack.address, warm, max(options.streams), _WARM_UP_S, lambda: None)
+        load = await drive(each.stack.address, warm, max(options.streams), _WARM_UP_S, lambda: None)
+        _check_complete(each, load, options)
     results.idle_percent = max(results.idle_percent, await _idle_percent(batch))
     say(f"at rest they take {results.idle_percent:.1f} % of a core")
     for number in range(options.rounds):
@@ -107,17 +108,26 @@ async def _measure(running_stack: Running, number: int, streams: int, options: O
     bodies = requests(f"{number} {streams}", options.prompt_tokens, options.max_tokens)
     load = await drive(running_stack.stack.address, bodies, streams, options.seconds, meter.start)
     used_s = meter.used_s()
-    events = [answer.events() for answer in load.answers]
+    _check_complete(running_stack, load, options)
     return Sample(
         system=running_stack.stack.name,
         streams=streams,
         round=number,
         ttfts_s=tuple(answer.ttft_s for answer in load.answers),
-        tokens=sum(each[-1]["usage"]["completion_tokens"] for each in events),
-        events=sum(bool(event["choices"]) for each in events for event in each),
+        tokens=options.max_tokens * len(load.answers),
+        events=sum(bool(event["choices"]) for answer in load.answers for event in answer.events()),
         duration_s=load.duration_s,
         cpu_s=used_s,
     )
+
+
+def _check_complete(running_stack: Running, load: Load, options: Options) -> None:
+    try:
+        short = [answer for answer in load.answers if answer.tokens() != options.max_tokens]
+    except UnavailableError as error:
+        raise UnavailableError(f"{running_stack.stack.name}: {error.message}") from error
+    if short:
+        raise UnavailableError(f"{running_stack.stack.name}: an answer has not {options.max_tokens} tokens")
 
 
 def _line(sample: Sample, options: Options) -> str:
@@ -137,12 +147,6 @@ def _served(name: str, say: Say) -> Served:
         made = tiny_model.make(FOLDER / "tiny-model", Path(bundled))
         return Served(str(made.resolve()), _TINY_KV_BYTES, _MAX_MODEL_LEN_TOKENS)
     return Served(bundled, _KV_BYTES, _MAX_MODEL_LEN_TOKENS)
-
-
-def _logs(name: str) -> Path:
-    folder = FOLDER / "logs" / f"router-{Path(name).name}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _fit(served: Served) -> bool:
@@ -171,7 +175,7 @@ async def compare(models: Sequence[str], options: Options) -> None:
         say(f"{name} model: systems {'in turns' if together else 'one after the other, for want of memory'}")
         builder = Builder(served, found, environment)
         stacks = [builder.direct(), *([builder.vllm_router()] if with_theirs else []), builder.twostroke()]
-        results = await measure_model(stacks, options, together, _logs(name), say)
+        results = await measure_model(stacks, options, together, log_folder(f"router-{Path(name).name}"), say)
         made = cells(results.samples)
         report.rows(record, Path(name).name, made)
         report.checks(record, Path(name).name, made, options.streams, VLLM_ROUTER_INSTALL)

@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 PROBE_PROMPT = list(range(2000, 2300))
 PROBE_TOKENS = 24
 
-_READY_TIMEOUT_S = 300.0
+_READY_TIMEOUT_S = 600.0
 _LOOK_EVERY_S = 0.5
 _GRACE_S = 15.0
 _LOG_LINES = 15

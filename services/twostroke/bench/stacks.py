@@ -77,6 +77,8 @@ class Builder:
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
             "NIXL_LOG_LEVEL": "WARN",
+            # Our workers choose it for themselves when they share a machine.
+            "UCX_NET_DEVICES": environment.get("UCX_NET_DEVICES", "lo"),
         }
         self._ports: list[int] = []
 
@@ -100,7 +102,7 @@ class Builder:
         command = (
             *(sys.executable, "-m", "vllm_router.launch_router", "--host", _HOST, "--port", str(port)),
             *("--vllm-pd-disaggregation", "--prefill", f"http://{prefill.address}"),
-            *("--decode", f"http://{decode.address}", "--policy", "round_robin", "--log-level", "warning"),
+            *("--decode", f"http://{decode.address}", "--policy", "round_robin", "--log-level", "error"),
             *("--prometheus-port", str(self._port()), "--worker-startup-check-interval", "1"),
         )
         router = ProcessSpec("vllm-router", command, f"{_HOST}:{port}", self._environment)
@@ -187,6 +189,7 @@ def _kv_transfer(role: str) -> dict[str, object]:
         "kv_connector_module_path": "twostroke.engine.vllm.nixl",
         "kv_role": role,
         "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"num_threads": 0},
     }
 
 

@@ -67,11 +67,12 @@ static int Worker_init(PyObject *self, PyObject *args, PyObject *kwargs)
     enum { MOST = 64 };
     const char *library, *name, *settings[3 * MOST];
     Py_ssize_t name_bytes, window;
+    int direct;
     PyObject *defaults, *options;
     size_t count = 0;
     char error[TEXT_BYTES] = "";
     WorkerObject *object = (WorkerObject *)self;
-    if (!PyArg_ParseTuple(args, "sy#nO!O!", &library, &name, &name_bytes, &window, &PyDict_Type, &defaults,
+    if (!PyArg_ParseTuple(args, "sy#npO!O!", &library, &name, &name_bytes, &window, &direct, &PyDict_Type, &defaults,
                           &PyDict_Type, &options))
         return -1;
     if (object->worker.open || object->busy) {
@@ -84,7 +85,8 @@ static int Worker_init(PyObject *self, PyObject *args, PyObject *kwargs)
     int opened;
     object->busy = true;
     Py_BEGIN_ALLOW_THREADS
-    opened = worker_open(&object->worker, library, name, (size_t)name_bytes, (size_t)window, settings, count, error);
+    opened = worker_open(&object->worker, library, name, (size_t)name_bytes, (size_t)window, direct, settings, count,
+                         error);
     Py_END_ALLOW_THREADS
     object->busy = false;
     if (opened != 0)

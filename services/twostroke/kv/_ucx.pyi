@@ -4,7 +4,14 @@ class Error(Exception): ...
 
 class Worker:
     def __init__(
-        self, library: str, name: bytes, window: int, defaults: dict[str, str], options: dict[str, str], /
+        self,
+        library: str,
+        name: bytes,
+        window: int,
+        direct: bool,
+        defaults: dict[str, str],
+        options: dict[str, str],
+        /,
     ) -> None: ...
     def address(self) -> bytes: ...
     def register(self, address: int, nbytes: int, /) -> tuple[int, bytes]: ...

@@ -8,11 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/random.h>
 #include <time.h>
 #include <unistd.h>
 
 enum {
-    AM_SIGNAL = 1,
     MESSAGES_PER_PEER = 4096,
     OPERATION_BYTES = 4 << 20, /* a long run is cut, so that a deadline or another peer need not wait for all of it */
     TURN_BYTES = 16 << 20,     /* posted per batch and turn, where a GET completes in the call that posts it */
@@ -21,7 +21,7 @@ enum {
 /* UCX reports through its descriptor; these bound the harm if it once does not. */
 static const double SLEEP_BUSY_S = 0.05, SLEEP_IDLE_S = 5.0;
 
-static double now(void)
+double now(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -62,6 +62,54 @@ void event_free(Event *event)
 {
     free(event->data);
     free(event);
+}
+
+/* ---- messages ---- */
+
+/* What must stay until UCX has sent it: the header, and the payload unless it lies in registered memory. */
+typedef struct {
+    Worker *worker;
+    size_t *counter;
+    char bytes[];
+} Message;
+
+static void on_sent(void *request, ucs_status_t status, void *argument)
+{
+    (void)status; /* a lost peer is reported once, by on_error */
+    Message *message = argument;
+    --*message->counter;
+    message->worker->ucx.ucp_request_free(request);
+    free(message);
+}
+
+int message_send(Worker *w, ucp_ep_h endpoint, unsigned id, const void *header, size_t header_bytes,
+                 const void *payload, size_t payload_bytes, ucp_mem_h memory, size_t *counter, char *error)
+{
+    size_t kept = memory == NULL ? payload_bytes : 0;
+    Message *message = malloc(sizeof *message + header_bytes + kept);
+    if (message == NULL)
+        return fail(w, error, "message", UCS_ERR_NO_MEMORY);
+    message->worker = w;
+    message->counter = counter;
+    memcpy(message->bytes, header, header_bytes);
+    if (kept > 0)
+        payload = memcpy(message->bytes + header_bytes, payload, kept);
+    ucp_request_param_t params = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
+                        (memory == NULL ? 0 : UCP_OP_ATTR_FIELD_MEMH),
+        .flags = UCP_AM_SEND_FLAG_EAGER,
+        .cb = {.send = on_sent},
+        .user_data = message,
+        .memh = memory,
+    };
+    ucs_status_ptr_t request =
+        w->ucx.ucp_am_send_nbx(endpoint, id, message->bytes, header_bytes, payload, payload_bytes, &params);
+    if (UCS_PTR_IS_PTR(request)) {
+        ++*counter;
+        return 0;
+    }
+    free(message);
+    return request == NULL ? 0 : fail(w, error, "message", UCS_PTR_STATUS(request));
 }
 
 /* ---- peers ---- */
@@ -126,14 +174,101 @@ static void on_connected(void *request, ucs_status_t status, void *argument)
 {
     Peer *peer = argument;
     peer->flush_count--;
-    if (status == UCS_OK && !peer->ready && !peer->lost && !peer->closed) {
-        peer->ready = true;
-        event_new(peer->worker, EVENT_READY, peer->id);
-    } else if (status != UCS_OK) {
+    peer->flushed = status == UCS_OK;
+    if (status != UCS_OK)
         peer_lost(peer, status, peer->worker->ucx.ucs_status_string(status));
-    }
     if (request != NULL)
         peer->worker->ucx.ucp_request_free(request);
+}
+
+static void greet(Worker *w, Peer *peer)
+{
+    char error[TEXT_BYTES];
+    ucp_address_t *address;
+    size_t address_bytes;
+    peer->greeted = true;
+    if (worker_address(w, &address, &address_bytes, error) != 0) {
+        peer_lost(peer, UCS_ERR_NO_MEMORY, error);
+        return;
+    }
+    size_t nbytes = sizeof(uint32_t) + w->name_bytes + address_bytes;
+    char *payload = malloc(nbytes);
+    if (payload != NULL) {
+        uint32_t name_bytes = (uint32_t)w->name_bytes;
+        memcpy(payload, &name_bytes, sizeof name_bytes);
+        memcpy(payload + sizeof name_bytes, w->name, w->name_bytes);
+        memcpy(payload + sizeof name_bytes + w->name_bytes, address, address_bytes);
+        Hello hello = {peer->nonce};
+        if (message_send(w, peer->endpoint, AM_HELLO, &hello, sizeof hello, payload, nbytes, NULL,
+                         &peer->message_count, error) != 0)
+            peer_lost(peer, UCS_ERR_UNREACHABLE, error);
+    }
+    free(payload);
+    w->ucx.ucp_worker_release_address(w->worker, address);
+}
+
+static Peer *peer_by_nonce(Worker *w, uint64_t nonce)
+{
+    for (Peer *peer = w->peers; peer != NULL; peer = peer->next)
+        if (peer->nonce == nonce && !peer->lost && !peer->closed)
+            return peer;
+    return NULL;
+}
+
+/* Whether GET is done by the kernel or by hardware over this endpoint's lanes, and not by messages. */
+static bool reads_directly(Worker *w, Peer *peer)
+{
+    static const char *const able[] = {"cma", "knem", "xpmem", "rc", "dc", "srd"};
+    ucp_transport_entry_t entries[32];
+    ucp_ep_attr_t attributes = {.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS};
+    attributes.transports.entries = entries;
+    attributes.transports.num_entries = sizeof entries / sizeof entries[0];
+    attributes.transports.entry_size = sizeof entries[0];
+    if (!w->direct || w->ucx.ucp_ep_query(peer->endpoint, &attributes) != UCS_OK)
+        return false;
+    for (unsigned i = 0; i < attributes.transports.num_entries; i++) {
+        const char *name = entries[i].transport_name;
+        for (size_t k = 0; k < sizeof able / sizeof able[0]; k++) {
+            size_t length = strlen(able[k]);
+            if (strncmp(name, able[k], length) == 0 && (name[length] == '\0' || name[length] == '_'))
+                return true;
+        }
+    }
+    return false;
+}
+
+static ucs_status_t on_welcome(void *argument, const void *header, size_t header_bytes, void *data, size_t nbytes,
+                               const ucp_am_recv_param_t *param)
+{
+    (void)data, (void)nbytes, (void)param;
+    Worker *w = argument;
+    Hello hello;
+    if (header_bytes != sizeof hello)
+        return UCS_OK;
+    memcpy(&hello, header, sizeof hello);
+    Peer *peer = peer_by_nonce(w, hello.nonce);
+    if (peer != NULL && !peer->ready) {
+        peer->ready = true;
+        peer->direct = reads_directly(w, peer);
+        event_new(w, EVENT_READY, peer->id);
+    }
+    return UCS_OK;
+}
+
+static ucs_status_t on_bye(void *argument, const void *header, size_t header_bytes, void *data, size_t nbytes,
+                           const ucp_am_recv_param_t *param)
+{
+    (void)data, (void)nbytes, (void)param;
+    Worker *w = argument;
+    Hello hello;
+    if (header_bytes != sizeof hello)
+        return UCS_OK;
+    memcpy(&hello, header, sizeof hello);
+    Peer *peer = peer_by_nonce(w, hello.nonce);
+    if (peer != NULL)
+        peer_lost(peer, UCS_ERR_CONNECTION_RESET, "the peer closed");
+    serve_bye(w, hello.nonce);
+    return UCS_OK;
 }
 
 static int by_address(const void *a, const void *b)
@@ -160,8 +295,6 @@ static int unpack_keys(Worker *w, Peer *peer, const PackedKey *keys, size_t coun
     return 0;
 }
 
-static void close_endpoint(Worker *w, Peer *peer, unsigned flags, double end);
-
 int64_t worker_connect(Worker *w, const void *address, const PackedKey *keys, size_t key_count, double deadline,
                        char *error)
 {
@@ -171,6 +304,10 @@ int64_t worker_connect(Worker *w, const void *address, const PackedKey *keys, si
     peer->worker = w;
     peer->operations.next = peer->operations.previous = &peer->operations;
     peer->connect_deadline = deadline;
+    if (getrandom(&peer->nonce, sizeof peer->nonce, 0) != sizeof peer->nonce) {
+        free(peer);
+        return fail(w, error, "connect", UCS_ERR_NO_RESOURCE);
+    }
     ucp_ep_params_t params = {
         .field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
                       UCP_EP_PARAM_FIELD_ERR_HANDLER,
@@ -188,7 +325,7 @@ int64_t worker_connect(Worker *w, const void *address, const PackedKey *keys, si
     w->peers = peer;
     if (unpack_keys(w, peer, keys, key_count, error) != 0) {
         peer->closed = true;
-        close_endpoint(w, peer, UCP_EP_CLOSE_FLAG_FORCE, now() + 1);
+        close_endpoint(w, &peer->endpoint, UCP_EP_CLOSE_FLAG_FORCE, now() + 1);
         sweep_peers(w);
         return -1;
     }
@@ -219,7 +356,7 @@ static int find(const void *table, size_t count, size_t stride, uint64_t address
     return (int)low - 1;
 }
 
-static Region *region_at(const Worker *w, uint64_t address)
+Region *region_at(const Worker *w, uint64_t address)
 {
     int i = find(w->regions, w->region_count, sizeof *w->regions, address);
     if (i < 0 || address - w->regions[i].address >= w->regions[i].nbytes)
@@ -319,20 +456,75 @@ static Failure failure_of(const Peer *peer, ucs_status_t status)
     return gone ? FAILED_PEER_LOST : FAILED_ERROR;
 }
 
+static void op_end(Op *op)
+{
+    op->previous->next = op->next;
+    op->next->previous = op->previous;
+    op->batch->in_flight--;
+    op->batch->peer->operation_count--;
+    free(op);
+}
+
 static void on_got(void *request, ucs_status_t status, void *argument)
 {
     Op *op = argument;
     Batch *batch = op->batch;
     Peer *peer = batch->peer;
     Worker *w = peer->worker;
-    op->previous->next = op->next;
-    op->next->previous = op->previous;
-    free(op);
-    batch->in_flight--;
-    peer->operation_count--;
+    op_end(op);
     if (status != UCS_OK)
         batch_failed(w, batch, failure_of(peer, status), w->ucx.ucs_status_string(status));
     w->ucx.ucp_request_free(request);
+}
+
+static ucs_status_t on_data(void *argument, const void *header, size_t header_bytes, void *payload, size_t nbytes,
+                            const ucp_am_recv_param_t *param)
+{
+    Worker *w = argument;
+    Data data;
+    if (header_bytes != sizeof data || (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV))
+        return UCS_OK;
+    memcpy(&data, header, sizeof data);
+    Peer *peer = peer_by_nonce(w, data.nonce);
+    if (peer == NULL)
+        return UCS_OK;
+    Op *op = peer->operations.next;
+    while (op != &peer->operations && op->id != data.operation)
+        op = op->next;
+    if (op == &peer->operations)
+        return UCS_OK;
+    if (data.offset == REFUSED || data.offset > op->nbytes || nbytes > op->nbytes - data.offset) {
+        batch_failed(w, op->batch, FAILED_ERROR, "the source refuses: this memory is not registered there");
+        op_end(op);
+        return UCS_OK;
+    }
+    memcpy((char *)(uintptr_t)op->address + data.offset, payload, nbytes);
+    op->got += nbytes;
+    if (op->got == op->nbytes)
+        op_end(op);
+    return UCS_OK;
+}
+
+/* Starts a read of one piece. Returns UCS_OK when it is complete, UCS_INPROGRESS when `op` was taken over. */
+static ucs_status_t start(Worker *w, Peer *peer, Op *op, uint64_t remote, const Key *key, const Region *region)
+{
+    if (!peer->direct) {
+        char error[TEXT_BYTES];
+        Read read = {peer->nonce, op->id, remote, op->nbytes};
+        int sent = message_send(w, peer->endpoint, AM_READ, &read, sizeof read, NULL, 0, NULL, &peer->message_count,
+                                error);
+        return sent == 0 ? UCS_INPROGRESS : UCS_ERR_NOT_CONNECTED;
+    }
+    ucp_request_param_t params = {
+        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMH |
+                        UCP_OP_ATTR_FLAG_MULTI_SEND,
+        .cb = {.send = on_got},
+        .user_data = op,
+        .memh = region->memory,
+    };
+    ucs_status_ptr_t request =
+        w->ucx.ucp_get_nbx(peer->endpoint, (void *)(uintptr_t)op->address, op->nbytes, remote, key->key, &params);
+    return UCS_PTR_IS_PTR(request) ? UCS_INPROGRESS : UCS_PTR_STATUS(request);
 }
 
 /* Posts the next piece of a batch: as much of its row as lies in one region on either side. Returns its bytes, or 0. */
@@ -356,28 +548,20 @@ static uint64_t post_next(Worker *w, Batch *batch)
         nbytes = key->address + key->nbytes - remote;
     if (nbytes > OPERATION_BYTES)
         nbytes = OPERATION_BYTES;
-    ucp_request_param_t params = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMH |
-                        UCP_OP_ATTR_FLAG_MULTI_SEND,
-        .cb = {.send = on_got},
-        .user_data = op,
-        .memh = region->memory,
-    };
-    ucs_status_ptr_t request =
-        w->ucx.ucp_get_nbx(peer->endpoint, (void *)(uintptr_t)local, nbytes, remote, key->key, &params);
-    if (UCS_PTR_IS_ERR(request)) {
-        free(op);
-        ucs_status_t status = UCS_PTR_STATUS(request);
-        batch_failed(w, batch, failure_of(peer, status), w->ucx.ucs_status_string(status));
-        return 0;
-    }
-    if (request == NULL) {
-        free(op);
-    } else {
-        *op = (Op){batch, local, nbytes, peer->operations.previous, &peer->operations};
+    *op = (Op){.batch = batch, .id = ++w->last_operation, .address = local, .nbytes = nbytes};
+    ucs_status_t status = start(w, peer, op, remote, key, region);
+    if (status == UCS_INPROGRESS) {
+        op->previous = peer->operations.previous;
+        op->next = &peer->operations;
         op->previous->next = op->next->previous = op;
         batch->in_flight++;
         peer->operation_count++;
+    } else {
+        free(op);
+    }
+    if (status != UCS_OK && status != UCS_INPROGRESS) {
+        batch_failed(w, batch, failure_of(peer, status), w->ucx.ucs_status_string(status));
+        return 0;
     }
     batch->row_offset += nbytes;
     if (batch->row_offset == (uint64_t)row[2]) {
@@ -393,9 +577,14 @@ static bool advance(Worker *w)
 {
     bool more = false;
     double time = w->batches != NULL || w->peers != NULL ? now() : 0;
-    for (Peer *peer = w->peers; peer != NULL; peer = peer->next)
-        if (!peer->ready && !peer->lost && !peer->closed && time >= peer->connect_deadline)
-            peer_lost(peer, UCS_ERR_TIMED_OUT, "not connected by its deadline");
+    for (Peer *peer = w->peers; peer != NULL; peer = peer->next) {
+        if (peer->ready || peer->lost || peer->closed)
+            continue;
+        if (peer->flushed && !peer->greeted)
+            greet(w, peer);
+        if (time >= peer->connect_deadline)
+            peer_lost(peer, UCS_ERR_TIMED_OUT, "no answer by the deadline of the connect");
+    }
     for (Batch **at = &w->batches; *at != NULL;) {
         Batch *batch = *at;
         Peer *peer = batch->peer;
@@ -404,7 +593,7 @@ static bool advance(Worker *w)
         bool complete = batch->row == batch->row_count && batch->in_flight == 0;
         if (!batch->over && !complete && time >= batch->deadline)
             batch_failed(w, batch, FAILED_DEADLINE, "not complete by its deadline");
-        for (uint64_t posted = 0; !batch->over && batch->row < batch->row_count && peer->operation_count < w->window;) {
+        for (uint64_t posted = 0; peer->ready && !batch->over && batch->row < batch->row_count && peer->operation_count < w->window;) {
             if (posted >= TURN_BYTES) {
                 more = true;
                 break;
@@ -426,7 +615,7 @@ static bool advance(Worker *w)
         }
     }
     sweep_peers(w);
-    return more;
+    return serve_advance(w) || more;
 }
 
 /* Whether every byte of the row is registered on both sides; a row may run over regions that touch. */
@@ -485,15 +674,6 @@ refuse:
 
 /* ---- signals ---- */
 
-static void on_sent(void *request, ucs_status_t status, void *argument)
-{
-    (void)status; /* a lost peer is reported once, by on_error */
-    Message *message = argument;
-    message->peer->message_count--;
-    message->peer->worker->ucx.ucp_request_free(request);
-    free(message);
-}
-
 static ucs_status_t on_signal(void *argument, const void *header, size_t header_bytes, void *data, size_t nbytes,
                               const ucp_am_recv_param_t *param)
 {
@@ -521,26 +701,8 @@ int worker_signal(Worker *w, int64_t peer_id, const void *payload, size_t nbytes
         snprintf(error, TEXT_BYTES, "%d messages to the peer are unsent", MESSAGES_PER_PEER);
         return -1;
     }
-    Message *message = malloc(sizeof *message + w->name_bytes + nbytes);
-    if (message == NULL)
-        return fail(w, error, "signal", UCS_ERR_NO_MEMORY);
-    message->peer = peer;
-    memcpy(message->data, w->name, w->name_bytes);
-    memcpy(message->data + w->name_bytes, payload, nbytes);
-    ucp_request_param_t params = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS,
-        .flags = UCP_AM_SEND_FLAG_EAGER,
-        .cb = {.send = on_sent},
-        .user_data = message,
-    };
-    ucs_status_ptr_t request = w->ucx.ucp_am_send_nbx(peer->endpoint, AM_SIGNAL, message->data, w->name_bytes,
-                                                      message->data + w->name_bytes, nbytes, &params);
-    if (UCS_PTR_IS_PTR(request)) {
-        peer->message_count++;
-        return 0;
-    }
-    free(message);
-    return request == NULL ? 0 : fail(w, error, "signal", UCS_PTR_STATUS(request));
+    return message_send(w, peer->endpoint, AM_SIGNAL, w->name, w->name_bytes, payload, nbytes, NULL,
+                        &peer->message_count, error);
 }
 
 /* ---- waiting ---- */
@@ -615,16 +777,24 @@ static void spin_once(Worker *w)
 
 /* ---- fences and the end ---- */
 
-static void close_endpoint(Worker *w, Peer *peer, unsigned flags, double end)
+void close_endpoint(Worker *w, ucp_ep_h *endpoint, unsigned flags, double end)
 {
     ucp_request_param_t params = {.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS, .flags = flags};
-    ucs_status_ptr_t request = w->ucx.ucp_ep_close_nbx(peer->endpoint, &params);
-    peer->endpoint = NULL;
+    ucs_status_ptr_t request = w->ucx.ucp_ep_close_nbx(*endpoint, &params);
+    *endpoint = NULL;
     if (!UCS_PTR_IS_PTR(request))
         return;
     while (w->ucx.ucp_request_check_status(request) == UCS_INPROGRESS && now() < end)
         spin_once(w);
     w->ucx.ucp_request_free(request);
+}
+
+static void say_bye(Worker *w, Peer *peer)
+{
+    char error[TEXT_BYTES];
+    Hello bye = {peer->nonce};
+    if (peer->greeted)
+        message_send(w, peer->endpoint, AM_BYE, &bye, sizeof bye, NULL, 0, NULL, &peer->message_count, error);
 }
 
 typedef struct {
@@ -676,11 +846,14 @@ int worker_fence(Worker *w, int64_t id, double limit_s, double settle_s, int64_t
     }
     double end = now() + limit_s;
     if (!peer->lost) {
+        say_bye(w, peer);
         peer->lost = true; /* no event: who fences knows */
         peer->status = UCS_ERR_CANCELED;
     }
     peer_batches_failed(w, peer, FAILED_FENCED, "given up");
-    close_endpoint(w, peer, UCP_EP_CLOSE_FLAG_FORCE, end);
+    while (!peer->direct && peer->operation_count > 0)
+        op_end(peer->operations.next); /* on_data finds them no more */
+    close_endpoint(w, &peer->endpoint, UCP_EP_CLOSE_FLAG_FORCE, end);
     while (!peer_idle(peer) && now() < end)
         spin_once(w);
     double start = now();
@@ -714,6 +887,7 @@ static void free_all(Worker *w)
         next = event->next;
         event_free(event);
     }
+    serve_free(w);
     free(w->regions);
     free(w->name);
     w->regions = NULL;
@@ -729,15 +903,20 @@ void worker_close(Worker *w, double limit_s)
     double end = now() + limit_s;
     for (Peer *peer = w->peers; peer != NULL; peer = peer->next) {
         peer_batches_failed(w, peer, FAILED_FENCED, "the transport is closed");
+        while (!peer->direct && peer->operation_count > 0)
+            op_end(peer->operations.next);
         bool graceful = !peer->lost && !peer->closed && peer->ready && peer->operation_count == 0;
+        if (graceful)
+            say_bye(w, peer);
         peer->lost = true;
         if (peer->endpoint != NULL)
-            close_endpoint(w, peer, graceful ? 0 : UCP_EP_CLOSE_FLAG_FORCE, end);
+            close_endpoint(w, &peer->endpoint, graceful ? 0 : UCP_EP_CLOSE_FLAG_FORCE, end);
     }
+    serve_close(w, end);
     bool idle = false;
     while (!idle && now() < end) {
         spin_once(w);
-        idle = true;
+        idle = serve_idle(w);
         for (Peer *peer = w->peers; peer != NULL; peer = peer->next)
             idle = idle && peer_idle(peer);
     }
@@ -779,6 +958,19 @@ static int read_config(Worker *w, const char *const *settings, size_t count, ucp
     return 0;
 }
 
+ucs_status_t set_handler(Worker *w, unsigned id, ucp_am_recv_callback_t callback)
+{
+    ucp_am_handler_param_t handler = {
+        .field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS |
+                      UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG,
+        .id = id,
+        .flags = UCP_AM_FLAG_WHOLE_MSG,
+        .cb = callback,
+        .arg = w,
+    };
+    return w->ucx.ucp_worker_set_am_recv_handler(w->worker, &handler);
+}
+
 static int open_worker(Worker *w, char *error)
 {
     ucp_worker_params_t params = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
@@ -786,15 +978,15 @@ static int open_worker(Worker *w, char *error)
     ucs_status_t status = w->ucx.ucp_worker_create(w->context, &params, &w->worker);
     if (status != UCS_OK)
         return fail(w, error, "UCX worker", status);
-    ucp_am_handler_param_t handler = {
-        .field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS |
-                      UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG,
-        .id = AM_SIGNAL,
-        .flags = UCP_AM_FLAG_WHOLE_MSG,
-        .cb = on_signal,
-        .arg = w,
-    };
-    status = w->ucx.ucp_worker_set_am_recv_handler(w->worker, &handler);
+    status = set_handler(w, AM_SIGNAL, on_signal);
+    if (status == UCS_OK)
+        status = set_handler(w, AM_WELCOME, on_welcome);
+    if (status == UCS_OK)
+        status = set_handler(w, AM_DATA, on_data);
+    if (status == UCS_OK)
+        status = set_handler(w, AM_BYE, on_bye);
+    if (status == UCS_OK)
+        status = serve_set_handlers(w);
     if (status == UCS_OK)
         status = w->ucx.ucp_worker_get_efd(w->worker, &w->ucx_fd);
     if (status == UCS_OK) {
@@ -807,7 +999,7 @@ static int open_worker(Worker *w, char *error)
     return fail(w, error, "UCX wake-up descriptor", status);
 }
 
-int worker_open(Worker *w, const char *library, const char *name, size_t name_bytes, size_t window,
+int worker_open(Worker *w, const char *library, const char *name, size_t name_bytes, size_t window, bool direct,
                 const char *const *settings, size_t setting_count, char *error)
 {
     memset(w, 0, sizeof *w);
@@ -834,6 +1026,7 @@ int worker_open(Worker *w, const char *library, const char *name, size_t name_by
     memcpy(w->name, name, name_bytes);
     w->name_bytes = name_bytes;
     w->window = window;
+    w->direct = direct;
     w->open = true;
     return 0;
 }

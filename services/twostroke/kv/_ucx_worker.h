@@ -1,5 +1,14 @@
 /* One UCX context and worker with its peers, transfers and events. Knows nothing of Python.
  *
+ * Two ways to read. A direct read is a UCX GET, for lanes whose hardware or kernel does it (cma, RDMA). Over other lanes,
+ * tcp above all, UCX emulates GET, and then a source whose reader dies in the middle is ended by UCX ("Fatal: unexpected
+ * error", 1.16 to 1.23 alike), and copies from whatever address it is told. So there the reader asks the source with a
+ * message, which answers with messages (_ucx_serve.c) that the reader copies to their place, or drops when they are no
+ * longer wanted.
+ *
+ * Wire, all as active messages: READER greets with HELLO (its address), SOURCE connects back and answers WELCOME; then
+ * READ, answered by DATA; BYE from either ends it. All carry the reader's nonce of this connection.
+ *
  * One thread at a time may be inside any function but worker_wake. Blocking functions say so. Times are seconds of
  * CLOCK_MONOTONIC. */
 #ifndef TWOSTROKE_UCX_WORKER_H
@@ -28,29 +37,43 @@ typedef struct Peer Peer;
 typedef struct Batch Batch;
 typedef struct Worker Worker;
 
-/* One GET that UCX has not completed. */
+typedef struct Reader Reader;
+typedef struct Greeting Greeting;
+
+enum { AM_SIGNAL = 1, AM_HELLO, AM_WELCOME, AM_READ, AM_DATA, AM_BYE };
+
+typedef struct {
+    uint64_t nonce;
+} Hello; /* also WELCOME and BYE; HELLO's payload: u32 name bytes, name, worker address */
+
+typedef struct {
+    uint64_t nonce, operation, address, nbytes;
+} Read;
+
+typedef struct {
+    uint64_t nonce, operation, offset;
+} Data; /* offset REFUSED: the range is not registered */
+
+#define REFUSED UINT64_MAX
+
+/* One read in flight: a GET that UCX has not completed, or a READ that is not answered in full. */
 typedef struct Op {
     Batch *batch;
-    uint64_t address, nbytes;
+    uint64_t id, address, nbytes, got;
     struct Op *previous, *next;
 } Op;
-
-/* A message that UCX has not finished sending; header and payload follow. */
-typedef struct {
-    Peer *peer;
-    char data[];
-} Message;
 
 struct Peer {
     Worker *worker;
     int64_t id;
+    uint64_t nonce;
     ucp_ep_h endpoint;
     Key *keys; /* by address */
     size_t key_count;
     Op operations; /* head of a ring */
     size_t operation_count, message_count, flush_count;
     double connect_deadline;
-    bool ready, lost, closed;
+    bool flushed, greeted, ready, direct, lost, closed;
     ucs_status_t status;
     Peer *next;
 };
@@ -93,10 +116,14 @@ struct Worker {
     size_t window;
     Region *regions; /* by address */
     size_t region_count;
+    bool direct;
     Peer *peers;
+    Reader *readers;
+    Greeting *greetings;
     Batch *batches; /* in order of arrival */
     Event *first_event, *last_event;
     int64_t last_id;
+    uint64_t last_operation;
     bool open;
 };
 
@@ -107,7 +134,7 @@ typedef struct {
 } PackedKey;
 
 /* All return 0 or a positive id, or -1 with a line in `error` (TEXT_BYTES). */
-int worker_open(Worker *w, const char *library, const char *name, size_t name_bytes, size_t window,
+int worker_open(Worker *w, const char *library, const char *name, size_t name_bytes, size_t window, bool direct,
                 const char *const *settings, size_t setting_count, char *error);
 int worker_address(Worker *w, ucp_address_t **address, size_t *nbytes, char *error);
 int64_t worker_register(Worker *w, uint64_t address, uint64_t nbytes, void **key, size_t *key_bytes, char *error);
@@ -129,5 +156,24 @@ int worker_fence(Worker *w, int64_t peer, double limit_s, double settle_s, int64
                  char *error);
 /* Blocks up to limit_s. Ends what is open and frees everything; the worker cannot be used again. */
 void worker_close(Worker *w, double limit_s);
+
+
+/* ---- between _ucx_worker.c and _ucx_serve.c ---- */
+
+/* Sends a message, which counts in *counter until it is sent. A payload with `memory` stays where it is until then. */
+int message_send(Worker *w, ucp_ep_h endpoint, unsigned id, const void *header, size_t header_bytes,
+                 const void *payload, size_t payload_bytes, ucp_mem_h memory, size_t *counter, char *error);
+void close_endpoint(Worker *w, ucp_ep_h *endpoint, unsigned flags, double end);
+ucs_status_t set_handler(Worker *w, unsigned id, ucp_am_recv_callback_t callback);
+Region *region_at(const Worker *w, uint64_t address);
+double now(void);
+
+ucs_status_t serve_set_handlers(Worker *w);
+/* Whether more can be sent at once. */
+bool serve_advance(Worker *w);
+bool serve_idle(const Worker *w);
+void serve_bye(Worker *w, uint64_t nonce);
+void serve_close(Worker *w, double end);
+void serve_free(Worker *w);
 
 #endif

@@ -3,8 +3,9 @@
 Settings. `UCX_*` variables are UCX's own and are honoured, UCX_TLS and UCX_NET_DEVICES above all; `options` of the
 constructor win over them. Three defaults are ours, unless the environment sets them: RNDV_THRESH=inf and
 ADDRESS_VERSION=v2, without which UCX picks only tcp for endpoints with error handling, and MAX_RMA_RAILS=2.
-Error handling of endpoints is always on; transports that lack it (posix and sysv as UCX ships) are never chosen for
-reads, and a UCX_TLS that names only such fails at connect.
+Error handling of endpoints is always on. Transports that lack it are never chosen, and a UCX_TLS that names only such
+fails at connect; posix and sysv have it only with UCX_POSIX_ERROR_HANDLING=y and UCX_SYSV_ERROR_HANDLING=y, and notice
+a killed peer only by keepalive (20 s) then.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -117,20 +118,25 @@ class UcxTransport:
     """Transport over UCX. `fence` leaves nothing in quarantine when all operations ended within FENCE_LIMIT_S, which
     they did in every round of the soak test (docs/kv_transport.md); else exactly the ranges of those that did not.
 
-    name: unique to this start of this worker. library: path of libucp; empty searches. options: UCX settings without
-    the UCX_ prefix, such as {"TLS": "tcp"}. Raises ConfigError when the binding, the library or a setting is missing
+    Over cma and RDMA lanes a read is a UCX GET, in which the source has no part. Over other lanes the source answers
+    reads in its poll, and refuses those of memory that it has not registered; native code says why.
+
+    name: unique to this start of this worker. library: path of libucp; empty searches. direct: False reads by message
+    over all lanes. options: UCX settings without the UCX_ prefix, such as {"TLS": "tcp"}. Raises ConfigError when the binding, the library or a setting is missing
     or wrong.
     """
 
     backend = "ucx"
 
-    def __init__(self, name: str, *, library: str = "", options: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, *, library: str = "", direct: bool = True, options: Mapping[str, str] | None = None
+    ) -> None:
         module = native()
         self.name = name
         self.library = find_library(library)
         self._error: type[Exception] = module.Error
         try:
-            self._worker: Any = module.Worker(self.library.path, name.encode(), WINDOW, DEFAULTS, dict(options or {}))
+            self._worker: Any = module.Worker(self.library.path, name.encode(), WINDOW, direct, DEFAULTS, dict(options or {}))
         except module.Error as error:
             raise ConfigError(f"{self.library} does not start: {error}; check UCX_TLS and UCX_NET_DEVICES") from None
         self._keys: dict[int, tuple[Region, bytes]] = {}
@@ -150,7 +156,7 @@ class UcxTransport:
 
     def address(self) -> bytes:
         regions = tuple((region.address, region.nbytes, key) for region, key in self._keys.values())
-        return pack_address(Address(self.backend, self.name, self._worker.address(), regions))
+        return pack_address(Address(self.backend, self.name, self._call(self._worker.address), regions))
 
     def connect(self, peer_id: str, address: bytes, deadline_s: float = 5.0) -> Peer:
         if peer_id in self._peers:
@@ -165,7 +171,7 @@ class UcxTransport:
         return peer
 
     def lanes(self, peer: Peer) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self._worker.lanes(peer.handle)))
+        return tuple(dict.fromkeys(self._call(self._worker.lanes, peer.handle)))
 
     def get_batch(self, peer: Peer, rows: Rows, deadline_s: float) -> Ticket:
         self._check_peer(peer)
@@ -187,7 +193,7 @@ class UcxTransport:
             raise kind(f"no signal to {peer.peer_id}: {error}") from None
 
     def poll(self, timeout_s: float) -> list[Event]:
-        events = [self._event(*event) for event in self._worker.poll(timeout_s)]
+        events = [self._event(*event) for event in self._call(self._worker.poll, timeout_s)]
         while self._fenced:
             del self._by_handle[self._fenced.pop()]
         return events
@@ -197,7 +203,7 @@ class UcxTransport:
             return Quarantine()
         del self._peers[peer.peer_id]
         self._fenced.append(peer.handle)
-        return Quarantine(tuple(self._worker.fence(peer.handle, FENCE_LIMIT_S, FENCE_SETTLE_S)))
+        return Quarantine(tuple(self._call(self._worker.fence, peer.handle, FENCE_LIMIT_S, FENCE_SETTLE_S)))
 
     def wake(self) -> None:
         self._worker.wake()
@@ -206,6 +212,12 @@ class UcxTransport:
         self._worker.close(CLOSE_LIMIT_S)
         self._peers.clear()
         self._tickets.clear()
+
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except self._error as error:
+            raise EngineError(f"UCX: {error}") from None
 
     def _check_peer(self, peer: Peer) -> None:
         if self._peers.get(peer.peer_id) != peer:

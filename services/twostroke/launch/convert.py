@@ -47,17 +47,19 @@ def main() -> None:
     """Entry point."""
     source, target = Path(sys.argv[1]), sys.argv[2]
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _step("importing transformers")
     set_environment(HF_HUB_OFFLINE="1")
     gguf.GGUFReader = functools.cache(_Reader)
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
-
+    _step("reading the file")
+    # Kept for the loader below; and a file that cannot be read fails before the slow imports.
+    gguf.GGUFReader(str(source))
+    _step("importing transformers")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    _step("reading and unpacking the weights")
+    _step("unpacking the weights")
     place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     unpacked = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.bfloat16, quantization_config=unpacked)

@@ -111,7 +111,8 @@ def engine_args(settings: WorkerSettings, engine_id: str) -> Any:
     kv_bytes = settings.kv_bytes or (DEFAULT_CPU_KV_BYTES if cpu else None)
     return AsyncEngineArgs(
         model=settings.model,
-        dtype=settings.dtype,
+        # In bfloat16 vLLM's CPU backend answered a question wrong that float32 and transformers' bfloat16 get right.
+        dtype="float32" if cpu and settings.dtype == "auto" else settings.dtype,
         max_model_len=settings.max_model_len_tokens or None,
         max_num_batched_tokens=settings.step_budget_tokens,
         max_num_seqs=settings.max_sequences,
