@@ -12,6 +12,7 @@ It differs from UCX in what NIXL cannot do:
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import threading
 import time
 from collections.abc import Mapping
@@ -61,8 +62,10 @@ class _Read:
 
 def nixl_api() -> ModuleType:
     """NIXL's Python interface. Raises ConfigError naming what to install."""
+    builds = [name for name in ("nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)]
     try:
-        return importlib.import_module("nixl._api")
+        # The meta package chooses between builds, and imports torch to do so.
+        return importlib.import_module(f"{builds[0] if len(builds) == 1 else 'nixl'}._api")
     except ImportError as error:
         raise ConfigError(
             f"NIXL is not installed ({error}); pip install --no-deps nixl nixl-cu12, or choose the ucx transport"
@@ -73,17 +76,19 @@ class NixlTransport:
     """Transport over a NIXL agent with its UCX backend.
 
     options: UCX settings without the UCX_ prefix. NIXL passes none on, so they are set in this process's environment and
-    hold for its later agents too. Raises ConfigError when NIXL is missing or does not start.
+    hold for its later agents too. progress_thread: for comparisons; it spins on a core. Raises ConfigError when NIXL is missing or does not start.
     """
 
     backend = "nixl"
 
-    def __init__(self, name: str, *, options: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, *, options: Mapping[str, str] | None = None, progress_thread: bool = False
+    ) -> None:
         api = nixl_api()
         self.name = name
         set_environment(**{f"UCX_{key}": value for key, value in (options or {}).items()})
         try:
-            config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+            config = api.nixl_agent_config(enable_prog_thread=progress_thread, backends=[])
             self._agent = api.nixl_agent(name, config)
             self._agent.create_backend("UCX", {})
         except Exception as error:

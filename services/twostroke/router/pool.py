@@ -60,9 +60,11 @@ class WorkerPool:
             async with asyncio.TaskGroup() as group:
                 while True:
                     found = await resolve(self._targets)
-                    self._failures = found.failures
-                    for failure in found.failures:
-                        log.warning("%s", failure)
+                    if found.failures != self._failures:
+                        self._failures = found.failures
+                        for failure in found.failures:
+                            log.warning("%s", failure)
+                        self._on_change()
                     self._follow(group, found.addresses, keep=bool(found.failures))
                     await asyncio.sleep(self._settings.resolve_interval_s)
         finally:

@@ -46,7 +46,7 @@ class SourceProcess:
             if text.startswith("{"):
                 self._lines.put(json.loads(text))
 
-    def line(self, timeout_s: float = 20.0) -> dict[str, Any]:
+    def line(self, timeout_s: float = 40.0) -> dict[str, Any]:
         """The next line; raises queue.Empty."""
         return self._lines.get(timeout=timeout_s)
 

@@ -1,8 +1,9 @@
 """vLLM's stock NIXL connector, made fit to share a machine, and its parameters on the wire.
 
-Three things are changed, none of them in the protocol: the agent's progress thread sleeps between polls instead of
-spinning on a whole core, and may run on any core; the connector's pinning of the computing thread to the last core is
-undone; and held KV can be released on the router's word instead of by time-out.
+Four things are changed, none of them in the protocol: the agent's progress thread sleeps between polls instead of
+spinning on a whole core, and may run on any core; the pinning of the computing thread to the last core is undone; so is
+the pinning of the engine core to the first one; and held KV can be released on the router's word instead of by
+time-out.
 
 The thread cannot be left out: connections are made by both sides' progress, and a prefill worker that has nothing to
 compute makes none by itself.
@@ -14,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -33,6 +35,7 @@ class NixlConnector(NixlPullConnector):
             with _calm_agent(), _unpinned():
                 super().__init__(vllm_config, role, kv_cache_config)
         else:
+            _run_where_the_worker_may()
             super().__init__(vllm_config, role, kv_cache_config)
         self._released: set[str] = set()
 
@@ -53,6 +56,17 @@ class NixlConnector(NixlPullConnector):
             results.finished_sending.update(self._released)
             self._released.clear()
         return results
+
+
+def _run_where_the_worker_may() -> None:
+    """Undoes the pinning of the engine core's threads.
+
+    OpenMP pins the thread that initialises it, and so every engine core of a machine to its first core, where it can
+    wait for ever behind another worker that computes there.
+    """
+    allowed = os.sched_getaffinity(os.getppid())
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), allowed)
 
 
 @contextmanager
