@@ -126,6 +126,12 @@ def test_the_core_client_has_the_methods_that_we_stand_in_for() -> None:
     assert inspect.signature(EngineCoreClient.make_async_mp_client).parameters.keys() >= {"vllm_config", "renderer"}
 
 
+def test_the_core_client_queues_its_outputs_where_we_add_to_them() -> None:
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    assert "self.outputs_queue = asyncio.Queue[" in inspect.getsource(AsyncMPClient.__init__)
+
+
 def test_the_stock_connector_has_what_we_change_in_it() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector

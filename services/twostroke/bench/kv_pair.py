@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from twostroke.bench.kv_source import anonymous, pattern
+from twostroke.bench.kv_source import anonymous, pattern, shared
 from twostroke.config import child_environment
 from twostroke.errors import UnavailableError
 from twostroke.kv.backends import open_transport
@@ -21,14 +21,21 @@ from twostroke.kv.transport import Event, Peer, PeerReady, Rows, Ticket, TicketD
 
 
 class KvPair:
-    """Owns both; `close` ends both. progress_thread: NIXL's, on this side. Raises UnavailableError when the source does
-    not start or answer."""
+    """Owns both; `close` ends both. progress_thread: NIXL's, on this side. descriptors: of shared memory for this side
+    and the source's; without, each has its own. Raises UnavailableError when the source does not start or answer."""
 
     def __init__(
-        self, backend: str, nbytes: int, options: Mapping[str, str], *, progress_thread: bool = False
+        self,
+        backend: str,
+        nbytes: int,
+        options: Mapping[str, str],
+        *,
+        progress_thread: bool = False,
+        descriptors: tuple[int, int] | None = None,
     ) -> None:
         self.nbytes = nbytes
-        self.memory = anonymous(nbytes)
+        self.memory = shared(descriptors[0], nbytes) if descriptors else anonymous(nbytes)
+        self._inherited = descriptors[1:] if descriptors else ()
         self.transport: Transport = (
             NixlTransport("reader", options=options, progress_thread=True)
             if progress_thread
@@ -37,6 +44,7 @@ class KvPair:
         self.transport.register(self.memory.ctypes.data, nbytes)
         self._command = [sys.executable, "-m", "twostroke.bench.kv_source", "--backend", backend]
         self._command += ["--nbytes", str(nbytes), *(f"--option={name}={value}" for name, value in options.items())]
+        self._command += [f"--descriptor={descriptor}" for descriptor in self._inherited]
         self.content = pattern(nbytes, 1)
         self._number = 0
         self.peer: Peer | None = None
@@ -52,6 +60,7 @@ class KvPair:
             stderr=subprocess.DEVNULL,
             text=True,
             env=child_environment(),
+            pass_fds=self._inherited,
         )
         first = self.line()
         self.base: int = first["base"]

@@ -27,9 +27,15 @@ Bytes = npt.NDArray[np.uint8]
 
 def anonymous(nbytes: int) -> Bytes:
     """Zeroed private memory of whole pages, all of them touched."""
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Whether the kernel has huge pages to give is chance, and doubles the rate of whoever gets them.
-    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return _mapped(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def shared(descriptor: int, nbytes: int) -> Bytes:
+    """The same pages for every process that maps this descriptor of os.memfd_create; zeroed."""
+    return _mapped(mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED))
+
+
+def _mapped(pages: mmap.mmap) -> Bytes:
     memory = np.frombuffer(pages, dtype=np.uint8)
     memory[:] = 0
     return memory
@@ -111,11 +117,12 @@ def main() -> None:
     parser.add_argument("--nbytes", type=int, default=1 << 20)
     parser.add_argument("--regions", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--descriptor", type=int, default=-1)
     parser.add_argument("--option", action="append", default=[])
     flags = parser.parse_args()
     options = dict(option.split("=", 1) for option in flags.option)
     transport = open_transport(flags.backend, flags.name, library=flags.library, options=options)
-    memory = anonymous(flags.nbytes)
+    memory = anonymous(flags.nbytes) if flags.descriptor < 0 else shared(flags.descriptor, flags.nbytes)
     memory[:] = pattern(flags.nbytes, flags.seed)
     share = flags.nbytes // flags.regions
     for start in range(0, flags.nbytes, share):

@@ -3,8 +3,9 @@ build/bench/pull.json.
 
 Five ways, interleaved repetition by repetition, medians: our UCX transport; NIXL as vLLM's connector runs it, with its
 progress thread; NIXL without that thread; `process_vm_readv` with 512 pieces a call; and a memcpy loop over blocks of one
-process as the floor. Each way reads in a process of its own, which is stopped (SIGSTOP) while another's turn is. CPU time
-is that process's, all threads, from the post to the end of the pull; over cma the source has no part.
+process as the floor. Each way reads in a process of its own, which is stopped (SIGSTOP) while another's turn is. All read from and
+into the same two pools of shared memory, since the place of its pages makes one process twice as fast as another. CPU
+time is that process's, all threads, from the post to the end of the pull; over cma the source has no part.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import mmap
+import os
 import signal
 import subprocess
 import sys
@@ -23,7 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from twostroke.bench.kv_pair import KvPair
-from twostroke.bench.kv_source import anonymous
+from twostroke.bench.kv_source import Bytes
 from twostroke.bench.record import Record
 from twostroke.config import child_environment
 from twostroke.errors import EngineError, UnavailableError
@@ -67,15 +70,20 @@ def vm_readv(pid: int, rows: Rows) -> Callable[[], None]:
     return run
 
 
-def prepare(way: str, pair: KvPair, block: int, count: int) -> Callable[[], None]:
+def memcpy(pair: KvPair, origin: Bytes, rows: Rows) -> Callable[[], None]:
+    """A loop of memcpy from this process's mapping of the source's pool."""
+    copied = rows.copy()
+    copied[:, 1] += origin.ctypes.data - pair.base
+    copy = native().copy
+    return lambda: copy(copied)  # type: ignore[no-any-return]
+
+
+def prepare(way: str, pair: KvPair, origin: Bytes, block: int, count: int) -> Callable[[], None]:
     """One repetition of a way and shape; its bytes are verified once. Raises EngineError when they are wrong."""
     rows = pair.rows(block, count, np.random.default_rng(block))
-    if way == MEMCPY:
-        origin = anonymous(POOL_BYTES)
-        rows[:, 1] += origin.ctypes.data - pair.base
-        copy = native().copy
-        return lambda: (copy(rows), origin)[0]  # keeps origin mapped
-    run = vm_readv(pair.source.pid, rows) if way == READV else lambda: pull(pair, rows)
+    run = {READV: vm_readv(pair.source.pid, rows), MEMCPY: memcpy(pair, origin, rows)}.get(
+        way, lambda: pull(pair, rows)
+    )
     pair.memory[:] = 0
     run()
     if not pair.right(rows):
@@ -83,12 +91,14 @@ def prepare(way: str, pair: KvPair, block: int, count: int) -> Callable[[], None
     return run
 
 
-def reader(way: str) -> None:
+def reader(way: str, descriptors: tuple[int, int]) -> None:
     """The process of one way: answers a line `SHAPE` with one repetition's times."""
-    pair = KvPair("nixl" if way in (NIXL, QUIET_NIXL) else "ucx", POOL_BYTES, {}, progress_thread=way == NIXL)
+    backend = "nixl" if way in (NIXL, QUIET_NIXL) else "ucx"
+    pair = KvPair(backend, POOL_BYTES, {}, progress_thread=way == NIXL, descriptors=descriptors)
     try:
         peer = pair.connect()
-        runs = [prepare(way, pair, block, count) for block, count in SHAPES]
+        origin = np.frombuffer(mmap.mmap(descriptors[1], POOL_BYTES, prot=mmap.PROT_READ), dtype=np.uint8)
+        runs = [prepare(way, pair, origin, block, count) for block, count in SHAPES]
         print(json.dumps({"lanes": list(pair.transport.lanes(peer))}), flush=True)  # noqa: T201
         for line in sys.stdin:
             cpu_s, wall_s = time.process_time(), time.perf_counter()
@@ -110,10 +120,11 @@ class Reader:
     cpu_s: list[list[float]] = field(default_factory=lambda: [[] for _ in SHAPES])
 
     @classmethod
-    def start(cls, way: str) -> Reader:
+    def start(cls, way: str, descriptors: tuple[int, int]) -> Reader:
         """Raises UnavailableError when the way cannot be run here."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "twostroke.bench.pull", "--reader", way],
+            [sys.executable, "-m", "twostroke.bench.pull", "--reader", way, "--descriptors", *map(str, descriptors)],
+            pass_fds=descriptors,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -183,10 +194,13 @@ def run(repetitions: int, command: str) -> Record:
     """The whole benchmark. A way that cannot be run is left out, and its checks are not ok."""
     record = Record("pull", command)
     readers: dict[str, Reader] = {}
+    here, there = (os.memfd_create(name) for name in ("reader", "source"))
     try:
+        for descriptor in (here, there):
+            os.ftruncate(descriptor, POOL_BYTES)
         for way in WAYS:
             try:
-                readers[way] = Reader.start(way)
+                readers[way] = Reader.start(way, (here, there))
             except UnavailableError as error:
                 if way in (OURS, MEMCPY):
                     raise
@@ -199,6 +213,8 @@ def run(repetitions: int, command: str) -> Record:
     finally:
         for one in readers.values():
             one.end()
+        os.close(here)
+        os.close(there)
     report(record, readers)
     return record
 
@@ -208,9 +224,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=25)
     parser.add_argument("--reader", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--descriptors", type=int, nargs=2, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.reader:
-        reader(flags.reader)
+        reader(flags.reader, tuple(flags.descriptors))
         return 0
     record = run(flags.repetitions, f"python -m twostroke.bench.pull --repetitions {flags.repetitions}")
     console = Console()

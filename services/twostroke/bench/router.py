@@ -62,8 +62,8 @@ class Results:
 
     samples: list[Sample] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
-    idle_percent: float = 0.0
-    """Of the batches of systems that ran together, the worst."""
+    idle_percent: dict[str, float] = field(default_factory=dict)
+    """CPU that each system takes at rest, in percent of a core."""
 
 
 async def measure_model(stacks: Sequence[Stack], options: Options, together: bool, logs: Path, say: Say) -> Results:
@@ -83,8 +83,9 @@ async def _measure_batch(batch: Sequence[Running], options: Options, results: Re
         warm = requests(f"warm-up {each.stack.name}", options.prompt_tokens, options.max_tokens)
         load = await drive(each.stack.address, warm, max(options.streams), _WARM_UP_S, lambda: None)
         _check_complete(each, load, options)
-    results.idle_percent = max(results.idle_percent, await _idle_percent(batch))
-    say(f"at rest they take {results.idle_percent:.1f} % of a core")
+    idle = await _idle_percent(batch)
+    results.idle_percent |= idle
+    say("at rest: " + ", ".join(f"{name} {percent:.1f} % of a core" for name, percent in idle.items()))
     for number in range(options.rounds):
         for streams in options.streams:
             turn = number % len(batch)
@@ -94,11 +95,12 @@ async def _measure_batch(batch: Sequence[Running], options: Options, results: Re
                 say(_line(sample, options))
 
 
-async def _idle_percent(batch: Sequence[Running]) -> float:
+async def _idle_percent(batch: Sequence[Running]) -> dict[str, float]:
     meter = Meter({each.stack.name: [pid for pids in each.groups().values() for pid in pids] for each in batch})
     started_s = time.monotonic()
     await asyncio.sleep(_IDLE_S)
-    return sum(meter.used_s().values()) / (time.monotonic() - started_s) * 100
+    took_s = time.monotonic() - started_s
+    return {name: used_s / took_s * 100 for name, used_s in meter.used_s().items()}
 
 
 async def _measure(running_stack: Running, number: int, streams: int, options: Options) -> Sample:

@@ -73,7 +73,9 @@ def digest_numpy(ranges: Ranges) -> bytes:
 
 
 def _range_numpy(address: int, nbytes: int) -> tuple[Words, Words]:
-    data = np.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=np.uint8) if nbytes else np.zeros(0, "u1")
+    data = (
+        np.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=np.uint8) if nbytes else np.zeros(0, "u1")
+    )
     stripes = -(-nbytes // _STRIPE_BYTES)
     padded = np.zeros(stripes * _STRIPE_BYTES, dtype=np.uint8)
     padded[:nbytes] = data

@@ -81,9 +81,7 @@ class NixlTransport:
 
     backend = "nixl"
 
-    def __init__(
-        self, name: str, *, options: Mapping[str, str] | None = None, progress_thread: bool = False
-    ) -> None:
+    def __init__(self, name: str, *, options: Mapping[str, str] | None = None, progress_thread: bool = False) -> None:
         api = nixl_api()
         self.name = name
         set_environment(**{f"UCX_{key}": value for key, value in (options or {}).items()})

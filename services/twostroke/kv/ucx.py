@@ -136,7 +136,9 @@ class UcxTransport:
         self.library = find_library(library)
         self._error: type[Exception] = module.Error
         try:
-            self._worker: Any = module.Worker(self.library.path, name.encode(), WINDOW, direct, DEFAULTS, dict(options or {}))
+            self._worker: Any = module.Worker(
+                self.library.path, name.encode(), WINDOW, direct, DEFAULTS, dict(options or {})
+            )
         except module.Error as error:
             raise ConfigError(f"{self.library} does not start: {error}; check UCX_TLS and UCX_NET_DEVICES") from None
         self._keys: dict[int, tuple[Region, bytes]] = {}

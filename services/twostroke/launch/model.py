@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from twostroke.config import cache_dir, child_environment
+from twostroke.config import cache_dir, child_environment, locate_model
 from twostroke.errors import ConfigError
 
 BUNDLED = "SmolLM2-135M-Instruct"
@@ -40,16 +40,7 @@ def obtain(name: str, report: Report) -> str:
     """
     if is_bundled(name):
         return str(_bundled(report))
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"--model {name}: no config.json in it; give a model folder in the Hugging Face layout")
-        return str(path.resolve())
-    if path.exists():
-        raise ConfigError(f"--model {name}: a file; give the folder of a model in the Hugging Face layout")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"--model {name}: no such folder")
-    return name
+    return locate_model(name)
 
 
 def _bundled(report: Report) -> Path:

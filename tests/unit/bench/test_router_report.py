@@ -73,13 +73,14 @@ def test_rows_show_differences_for_all_but_the_direct_system() -> None:
 )
 def test_systems_that_answer_differently_are_not_compared_in_silence(texts: dict[str, str], ok: bool) -> None:
     record = Record("router", "command")
-    report.validity(record, "tiny", texts, 3.0)
+    report.validity(record, "tiny", texts, {})
     assert record.checks[0].ok is ok
     assert record.checks[0].value == sum(text == "a b" for text in texts.values()) - 1
 
 
-@pytest.mark.parametrize(("percent", "ok"), [(29.0, True), (90.0, False), (None, False)])
-def test_processes_that_spin_at_rest_are_seen(percent: float | None, ok: bool) -> None:
+def test_a_system_that_spins_at_rest_is_seen_and_named() -> None:
     record = Record("router", "command")
-    report.validity(record, "tiny", {"direct": "a", "twostroke": "a"}, percent)
-    assert record.checks[1].ok is ok
+    report.validity(record, "tiny", {"direct": "a", "twostroke": "a"}, {"direct": 1.0, "twostroke": 90.0})
+    _, direct, ours = record.checks
+    assert (direct.name, direct.value, direct.ok) == ("CPU of direct at rest (tiny model)", 1.0, True)
+    assert (ours.name, ours.value, ours.ok) == ("CPU of twostroke at rest (tiny model)", 90.0, False)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
-from vllm.v1.engine import EngineCoreEventType, EngineCoreRequest
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs, EngineCoreRequest
 
 from twostroke.engine.base import Stroke
 from twostroke.engine.vllm.forced_tokens import FORCED_TOKENS_ARG
@@ -18,7 +18,7 @@ from twostroke.engine.vllm.sampling import from_wire as sampling_from_wire
 from twostroke.v1 import engine_pb2 as pb
 from twostroke.v1.kv_pb2 import Handoff
 
-__all__ = ["core_request", "layout_order", "logprobs_to_wire", "nixl_to_wire", "prompt_stats"]
+__all__ = ["core_request", "layout_order", "logprobs_to_wire", "nixl_to_wire", "no_outputs", "prompt_stats"]
 
 
 def core_request(
@@ -65,6 +65,11 @@ def core_request(
         else None,
         session_id=request.session_id if request.HasField("session_id") else None,
     )
+
+
+def no_outputs() -> EngineCoreOutputs:
+    """What a step without requests brings."""
+    return EngineCoreOutputs()
 
 
 def prompt_stats(output: Any, admitted_s: float) -> pb.PromptStats:

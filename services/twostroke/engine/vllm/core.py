@@ -169,6 +169,8 @@ class VllmEngine:
         if not held:
             return 0
         self._held.difference_update(held)
+        # Nothing may step after this to tell that they are gone.
+        self._client.outputs_queue.put_nowait(self._codec.no_outputs())
         released = await self._client.collective_rpc_async("twostroke_release", args=(held,))
         return int(max(released))
 
@@ -263,7 +265,7 @@ class VllmEngine:
             pending_prompt_tokens=sum(r.prompt_tokens for r in self._requests.values() if not r.started),
             computed_prompt_tokens=load.computed_prompt_tokens + sum(prompt.computed_tokens for prompt in prompts),
             generated_tokens=load.generated_tokens + sum(len(o.token_ids) for o in outputs if o is not None),
-            steps=load.steps + 1,
+            steps=load.steps + (stats is not None),
         )
         if stats is None:
             return

@@ -20,7 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from twostroke.config import WorkerSettings, child_environment, set_environment
+from pydantic import ValidationError
+
+from twostroke.config import WorkerSettings, child_environment, locate_model, set_environment
 from twostroke.errors import ConfigError, EngineError
 
 log = logging.getLogger(__name__)
@@ -67,7 +69,11 @@ def is_cpu() -> bool:
 
 
 def prepare_environment(settings: WorkerSettings) -> int:
-    """Sets what vLLM reads from the environment; call before importing it. Returns the KV side channel's port."""
+    """Sets what vLLM reads from the environment; call before importing it. Returns the KV side channel's port.
+
+    Raises ConfigError for a model or an address that is not there, before seconds are spent on imports.
+    """
+    locate_model(settings.model)
     port = settings.kv_port or _free_port(settings.kv_host)
     values = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": settings.kv_host,
@@ -101,16 +107,14 @@ def _free_port(host: str) -> int:
 
 
 def engine_args(settings: WorkerSettings, engine_id: str) -> Any:
-    """vLLM's arguments for a worker. Raises ConfigError for a model that is not there."""
+    """vLLM's arguments for a worker."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    if not settings.model:
-        raise ConfigError("no model; name a folder or a hub name with --model")
     cpu = is_cpu()
     kv_bytes = settings.kv_bytes or (DEFAULT_CPU_KV_BYTES if cpu else None)
     return AsyncEngineArgs(
-        model=settings.model,
+        model=locate_model(settings.model),
         # In bfloat16 vLLM's CPU backend answered a question wrong that float32 and transformers' bfloat16 get right.
         dtype="float32" if cpu and settings.dtype == "auto" else settings.dtype,
         max_model_len=settings.max_model_len_tokens or None,
@@ -147,8 +151,16 @@ def create_config(settings: WorkerSettings, engine_id: str) -> Any:
     try:
         return engine_args(settings, engine_id).create_engine_config()
     except (ValueError, OSError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"vLLM refuses model {settings.model!r}: {first}") from error
+        raise refusal(settings.model, error) from error
+
+
+def refusal(model: str, error: Exception) -> ConfigError:
+    """What vLLM says against a model, in one line."""
+    if isinstance(error, ValidationError):
+        said = error.errors()[0]["msg"].removeprefix("Value error, ")
+    else:
+        said = str(error).strip() or type(error).__name__
+    return ConfigError(f"vLLM refuses model {model!r}: {said.splitlines()[0]}")
 
 
 def start_client(config: Any) -> Any:

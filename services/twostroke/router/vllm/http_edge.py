@@ -9,13 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from twostroke.config import RouterSettings, set_environment
+from twostroke.config import RouterSettings, locate_model, set_environment
 from twostroke.errors import ConfigError
 from twostroke.router.dispatch import Dispatcher
 
 
 def prepare_environment(settings: RouterSettings) -> None:
-    """Sets what vLLM reads from the environment; call before importing it."""
+    """Sets what vLLM reads from the environment; call before importing it.
+
+    Raises ConfigError for a model that is not there, before seconds are spent on imports.
+    """
+    locate_model(settings.model)
     values = {
         "VLLM_LOGGING_LEVEL": settings.log_level,
         "VLLM_NO_USAGE_STATS": "1",
@@ -32,10 +36,8 @@ def parse_arguments(settings: RouterSettings) -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    if not settings.model:
-        raise ConfigError("no model; name a folder or a hub name with --model")
     arguments = [
-        *("--model", settings.model, "--host", settings.host, "--port", str(settings.http_port)),
+        *("--model", locate_model(settings.model), "--host", settings.host, "--port", str(settings.http_port)),
         *("--dtype", settings.dtype, "--middleware", "twostroke.router.vllm.gate.ReadinessGate"),
         *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
     ]
@@ -60,6 +62,8 @@ def make_config(args: Any) -> Any:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
+    from twostroke.engine.vllm.launch import refusal
+
     engine_args = AsyncEngineArgs.from_cli_args(args)
     try:
         model_config = engine_args.create_model_config()
@@ -70,8 +74,7 @@ def make_config(args: Any) -> Any:
             structured_outputs_config=engine_args.create_structured_outputs_config(),
         )
     except (ValueError, OSError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"vLLM refuses model {args.model!r}: {first}") from error
+        raise refusal(args.model, error) from error
 
 
 class HttpEdge:
