@@ -258,6 +258,9 @@ class VllmEngine:
 
     def _count(self, stats: Any, outputs: Sequence[EngineOutput | None]) -> None:
         load = self._load
+        if stats is not None and not stats.kv_cache_usage:
+            # A lease that ended, or a decode worker that read, frees held KV without telling this process.
+            self._held.clear()
         prompts = [output.prompt for output in outputs if output is not None and output.prompt is not None]
         self._load = replace(
             load,
@@ -278,9 +281,6 @@ class VllmEngine:
             kv_received_bytes=load.kv_received_bytes + int(sum(received)),
             kv_received_handoffs=load.kv_received_handoffs + len(received),
         )
-        if not self._load.used_blocks:
-            # Decode workers free held KV by reading it, which only shows in the blocks.
-            self._held.clear()
 
     async def close(self) -> None:
         """Stops vLLM's processes."""
