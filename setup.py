@@ -53,9 +53,10 @@ def ucx_headers() -> list[str]:
 def native() -> Extension:
     """The UCX binding. Optional: without a compiler the package installs all the same, and kv/ucx.py says why not."""
     folder = "services/twostroke/kv"
+    parts = ("worker", "peer", "transfer", "serve", "library", "digest")
     return Extension(
         "twostroke.kv._ucx",
-        sources=[f"{folder}/_ucx{part}.c" for part in ("", "_worker", "_serve", "_library", "_digest")],
+        sources=[f"{folder}/_ucx.c", *(f"{folder}/_ucx_{part}.c" for part in parts)],
         depends=[f"{folder}/_ucx_{part}.h" for part in ("worker", "library", "digest")],
         include_dirs=ucx_headers(),
         extra_compile_args=["-std=gnu11", "-O3", "-fvisibility=hidden", "-Wall", "-Wno-sign-compare"],

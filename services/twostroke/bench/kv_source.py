@@ -1,8 +1,8 @@
 """A process that offers memory over a transport, for benchmarks and tests: `python -m twostroke.bench.kv_source`.
 
 It prints one JSON line when it is ready, `{"address": hex, "base": int, "nbytes": int}`, and one per event after it.
-Commands come as lines on standard input: `connect ID HEX`, `signal ID TEXT`, `read ID BASE` (as much as it offers itself,
-again and again, over its own memory), `fence ID`, `cpu`, `close`. It ends with its standard input.
+Commands come as lines on standard input: `connect ID HEX`, `signal ID TEXT`, `read ID BASE` (as much as it offers
+itself, again and again, over its own memory), `fence ID`, `cpu`, `close`. It ends with its standard input.
 """
 
 from __future__ import annotations

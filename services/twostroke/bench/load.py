@@ -15,7 +15,7 @@ from twostroke.errors import UnavailableError
 MODEL = "bench"
 """The name by which every system serves the model."""
 
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 _FIRST_ID, _LAST_ID = 1000, 40000
 _END = b"0\r\n\r\n"
 _DATA = b"data: "
@@ -106,7 +106,7 @@ class Connection(asyncio.Protocol):
     async def ask(self, body: bytes) -> Answer:
         """Sends a request and waits for the whole answer. Cancellation leaves the connection unusable: close it.
 
-        Raises UnavailableError for any status but 200, for a broken connection and after two minutes.
+        Raises UnavailableError for any status but 200, for a broken connection and after five minutes.
         """
         assert self._transport is not None
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"

@@ -2,10 +2,11 @@
 build/bench/pull.json.
 
 Five ways, interleaved repetition by repetition, medians: our UCX transport; NIXL as vLLM's connector runs it, with its
-progress thread; NIXL without that thread; `process_vm_readv` with 512 pieces a call; and a memcpy loop over blocks of one
-process as the floor. Each way reads in a process of its own, which is stopped (SIGSTOP) while another's turn is. All read from and
-into the same two pools of shared memory, since the place of its pages makes one process twice as fast as another. CPU
-time is that process's, all threads, from the post to the end of the pull; over cma the source has no part.
+progress thread; NIXL without that thread; `process_vm_readv` with 512 pieces a call; and a memcpy loop over blocks of
+one process as the floor. Each way reads in a process of its own, which is stopped (SIGSTOP) while it is another's turn.
+All read from and into the same two pools of shared memory, since the place of its pages makes one process twice as fast
+as another. CPU time is that process's, all threads, from the post to the end of the pull; over cma the source has no
+part.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def vm_readv(pid: int, rows: Rows) -> Callable[[], None]:
     libc.process_vm_readv.restype = ctypes.c_ssize_t
     calls = []
     for part in np.array_split(rows, -(-len(rows) // 512)):
-        here, there = ((_Piece * len(part))(*((int(row[column]), int(row[2])) for row in part)) for column in (0, 1))
+        here, there = (
+            (_Piece * len(part))(*(_Piece(int(row[column]), int(row[2])) for row in part)) for column in (0, 1)
+        )
         calls.append((here, there, ctypes.c_ulong(len(part)), int(part[:, 2].sum())))
 
     def run() -> None:
@@ -75,7 +78,7 @@ def memcpy(pair: KvPair, origin: Bytes, rows: Rows) -> Callable[[], None]:
     copied = rows.copy()
     copied[:, 1] += origin.ctypes.data - pair.base
     copy = native().copy
-    return lambda: copy(copied)  # type: ignore[no-any-return]
+    return lambda: copy(copied)
 
 
 def prepare(way: str, pair: KvPair, origin: Bytes, block: int, count: int) -> Callable[[], None]:

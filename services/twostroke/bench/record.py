@@ -148,7 +148,7 @@ def _rows_table(title: str, rows: Sequence[dict[str, Value]]) -> Table:
     table = Table(title=title, title_justify="left")
     for name in columns:
         numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
-        table.add_column(name.replace("_", " "), justify="right" if numeric else "left")
+        table.add_column(name.replace("_", " "), justify="right" if numeric else "left", no_wrap=not numeric)
     for row in rows:
         table.add_row(*(_text(row.get(name)) for name in columns))
     return table

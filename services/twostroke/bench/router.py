@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -81,8 +81,7 @@ async def _measure_batch(batch: Sequence[Running], options: Options, results: Re
     say("warming up")
     for each in batch:
         warm = requests(f"warm-up {each.stack.name}", options.prompt_tokens, options.max_tokens)
-        load = await drive(each.stack.address, warm, max(options.streams), _WARM_UP_S, lambda: None)
-        _check_complete(each, load, options)
+        await _drive(each, warm, max(options.streams), _WARM_UP_S, Meter({}), options)
     idle = await _idle_percent(batch)
     results.idle_percent |= idle
     say("at rest: " + ", ".join(f"{name} {percent:.1f} % of a core" for name, percent in idle.items()))
@@ -108,9 +107,7 @@ async def _measure(running_stack: Running, number: int, streams: int, options: O
     meter = Meter({**running_stack.groups(), "client": [psutil.Process().pid]})
     # The same requests for every system.
     bodies = requests(f"{number} {streams}", options.prompt_tokens, options.max_tokens)
-    load = await drive(running_stack.stack.address, bodies, streams, options.seconds, meter.start)
-    used_s = meter.used_s()
-    _check_complete(running_stack, load, options)
+    load, used_s = await _drive(running_stack, bodies, streams, options.seconds, meter, options)
     return Sample(
         system=running_stack.stack.name,
         streams=streams,
@@ -123,13 +120,20 @@ async def _measure(running_stack: Running, number: int, streams: int, options: O
     )
 
 
-def _check_complete(running_stack: Running, load: Load, options: Options) -> None:
+async def _drive(
+    running_stack: Running, bodies: Iterator[bytes], streams: int, seconds: float, meter: Meter, options: Options
+) -> tuple[Load, dict[str, float]]:
+    """The load and the CPU time that it took. Raises UnavailableError, naming the system, unless all was answered."""
+    name = running_stack.stack.name
     try:
+        load = await drive(running_stack.stack.address, bodies, streams, seconds, meter.start)
+        used_s = meter.used_s()
         short = [answer for answer in load.answers if answer.tokens() != options.max_tokens]
     except UnavailableError as error:
-        raise UnavailableError(f"{running_stack.stack.name}: {error.message}") from error
+        raise UnavailableError(f"{name}, {streams} streams: {error.message}") from error
     if short:
-        raise UnavailableError(f"{running_stack.stack.name}: an answer has not {options.max_tokens} tokens")
+        raise UnavailableError(f"{name}, {streams} streams: an answer has not {options.max_tokens} tokens")
+    return load, used_s
 
 
 def _line(sample: Sample, options: Options) -> str:

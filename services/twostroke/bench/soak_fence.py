@@ -1,9 +1,9 @@
 """Does a byte land after a fence? `python -m twostroke.bench.soak_fence`; writes build/bench/soak_fence.json.
 
-A round: start a read of scattered blocks, stop the source (SIGSTOP) at a random moment, let the deadline pass, fence, fill
-all memory with one value, resume the source (SIGCONT), go on polling for a settle time, and compare every byte. Over cma
-the source has no part, so there the deadline itself falls at a random moment. Each lane set runs in a process of its own,
-since UCX settings of NIXL are the process's.
+A round: start a read of scattered blocks, stop the source (SIGSTOP) at a random moment, let the deadline pass, fence,
+fill all memory with one value, resume the source (SIGCONT), go on polling for a settle time, and compare every byte.
+Over cma the source has no part, so there the deadline itself falls at a random moment. Each set of lanes runs in a
+process of its own, since UCX settings of NIXL are the process's.
 """
 
 from __future__ import annotations

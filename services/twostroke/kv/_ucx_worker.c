@@ -8,35 +8,27 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <sys/random.h>
 #include <time.h>
 #include <unistd.h>
-
-enum {
-    MESSAGES_PER_PEER = 4096,
-    OPERATION_BYTES = 4 << 20, /* a long run is cut, so that a deadline or another peer need not wait for all of it */
-    TURN_BYTES = 16 << 20,     /* posted per batch and turn, where a GET completes in the call that posts it */
-};
 
 /* UCX reports through its descriptor; these bound the harm if it once does not. */
 static const double SLEEP_BUSY_S = 0.05, SLEEP_IDLE_S = 5.0;
 
-double now(void)
+double now_s(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-static int fail(Worker *w, char *error, const char *what, ucs_status_t status)
+int fail(Worker *w, char *error, const char *what, ucs_status_t status)
 {
     snprintf(error, TEXT_BYTES, "%s: %s", what, w->ucx.ucs_status_string(status));
     return -1;
 }
-
 /* ---- events ---- */
 
-static Event *event_new(Worker *w, EventKind kind, int64_t id)
+Event *event_new(Worker *w, EventKind kind, int64_t id)
 {
     Event *event = calloc(1, sizeof *event);
     if (event == NULL)
@@ -63,287 +55,15 @@ void event_free(Event *event)
     free(event->data);
     free(event);
 }
-
-/* ---- messages ---- */
-
-/* What must stay until UCX has sent it: the header, and the payload unless it lies in registered memory. */
-typedef struct {
-    Worker *worker;
-    size_t *counter;
-    char bytes[];
-} Message;
-
-static void on_sent(void *request, ucs_status_t status, void *argument)
-{
-    (void)status; /* a lost peer is reported once, by on_error */
-    Message *message = argument;
-    --*message->counter;
-    message->worker->ucx.ucp_request_free(request);
-    free(message);
-}
-
-int message_send(Worker *w, ucp_ep_h endpoint, unsigned id, const void *header, size_t header_bytes,
-                 const void *payload, size_t payload_bytes, ucp_mem_h memory, size_t *counter, char *error)
-{
-    size_t kept = memory == NULL ? payload_bytes : 0;
-    Message *message = malloc(sizeof *message + header_bytes + kept);
-    if (message == NULL)
-        return fail(w, error, "message", UCS_ERR_NO_MEMORY);
-    message->worker = w;
-    message->counter = counter;
-    memcpy(message->bytes, header, header_bytes);
-    if (kept > 0)
-        payload = memcpy(message->bytes + header_bytes, payload, kept);
-    ucp_request_param_t params = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
-                        (memory == NULL ? 0 : UCP_OP_ATTR_FIELD_MEMH),
-        .flags = UCP_AM_SEND_FLAG_EAGER,
-        .cb = {.send = on_sent},
-        .user_data = message,
-        .memh = memory,
-    };
-    ucs_status_ptr_t request =
-        w->ucx.ucp_am_send_nbx(endpoint, id, message->bytes, header_bytes, payload, payload_bytes, &params);
-    if (UCS_PTR_IS_PTR(request)) {
-        ++*counter;
-        return 0;
-    }
-    free(message);
-    return request == NULL ? 0 : fail(w, error, "message", UCS_PTR_STATUS(request));
-}
-
-/* ---- peers ---- */
-
-Peer *worker_peer(Worker *w, int64_t id)
-{
-    for (Peer *peer = w->peers; peer != NULL; peer = peer->next)
-        if (peer->id == id && !peer->closed)
-            return peer;
-    return NULL;
-}
-
-static void peer_lost(Peer *peer, ucs_status_t status, const char *text)
-{
-    if (peer->lost || peer->closed)
-        return;
-    peer->lost = true;
-    peer->status = status;
-    Event *event = event_new(peer->worker, EVENT_LOST, peer->id);
-    if (event != NULL)
-        snprintf(event->text, TEXT_BYTES, "%s", text);
-}
-
-static void on_error(void *argument, ucp_ep_h endpoint, ucs_status_t status)
-{
-    (void)endpoint;
-    Peer *peer = argument;
-    peer_lost(peer, status, peer->worker->ucx.ucs_status_string(status));
-}
-
-static bool peer_idle(const Peer *peer)
-{
-    return peer->operation_count == 0 && peer->message_count == 0 && peer->flush_count == 0;
-}
-
-static bool peer_used(const Worker *w, const Peer *peer)
-{
-    for (const Batch *batch = w->batches; batch != NULL; batch = batch->next)
-        if (batch->peer == peer)
-            return true;
-    return false;
-}
-
-/* Frees closed peers that no callback can name any more. */
-static void sweep_peers(Worker *w)
-{
-    for (Peer **at = &w->peers; *at != NULL;) {
-        Peer *peer = *at;
-        if (!peer->closed || peer->endpoint != NULL || !peer_idle(peer) || peer_used(w, peer)) {
-            at = &peer->next;
-            continue;
-        }
-        for (size_t i = 0; i < peer->key_count; i++)
-            w->ucx.ucp_rkey_destroy(peer->keys[i].key);
-        *at = peer->next;
-        free(peer->keys);
-        free(peer);
-    }
-}
-
-static void on_connected(void *request, ucs_status_t status, void *argument)
-{
-    Peer *peer = argument;
-    peer->flush_count--;
-    peer->flushed = status == UCS_OK;
-    if (status != UCS_OK)
-        peer_lost(peer, status, peer->worker->ucx.ucs_status_string(status));
-    if (request != NULL)
-        peer->worker->ucx.ucp_request_free(request);
-}
-
-static void greet(Worker *w, Peer *peer)
-{
-    char error[TEXT_BYTES];
-    ucp_address_t *address;
-    size_t address_bytes;
-    peer->greeted = true;
-    if (worker_address(w, &address, &address_bytes, error) != 0) {
-        peer_lost(peer, UCS_ERR_NO_MEMORY, error);
-        return;
-    }
-    size_t nbytes = sizeof(uint32_t) + w->name_bytes + address_bytes;
-    char *payload = malloc(nbytes);
-    if (payload != NULL) {
-        uint32_t name_bytes = (uint32_t)w->name_bytes;
-        memcpy(payload, &name_bytes, sizeof name_bytes);
-        memcpy(payload + sizeof name_bytes, w->name, w->name_bytes);
-        memcpy(payload + sizeof name_bytes + w->name_bytes, address, address_bytes);
-        Hello hello = {peer->nonce};
-        if (message_send(w, peer->endpoint, AM_HELLO, &hello, sizeof hello, payload, nbytes, NULL,
-                         &peer->message_count, error) != 0)
-            peer_lost(peer, UCS_ERR_UNREACHABLE, error);
-    }
-    free(payload);
-    w->ucx.ucp_worker_release_address(w->worker, address);
-}
-
-static Peer *peer_by_nonce(Worker *w, uint64_t nonce)
-{
-    for (Peer *peer = w->peers; peer != NULL; peer = peer->next)
-        if (peer->nonce == nonce && !peer->lost && !peer->closed)
-            return peer;
-    return NULL;
-}
-
-/* Whether GET is done by the kernel or by hardware over this endpoint's lanes, and not by messages. */
-static bool reads_directly(Worker *w, Peer *peer)
-{
-    static const char *const able[] = {"cma", "knem", "xpmem", "rc", "dc", "srd"};
-    ucp_transport_entry_t entries[32];
-    ucp_ep_attr_t attributes = {.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS};
-    attributes.transports.entries = entries;
-    attributes.transports.num_entries = sizeof entries / sizeof entries[0];
-    attributes.transports.entry_size = sizeof entries[0];
-    if (!w->direct || w->ucx.ucp_ep_query(peer->endpoint, &attributes) != UCS_OK)
-        return false;
-    for (unsigned i = 0; i < attributes.transports.num_entries; i++) {
-        const char *name = entries[i].transport_name;
-        for (size_t k = 0; k < sizeof able / sizeof able[0]; k++) {
-            size_t length = strlen(able[k]);
-            if (strncmp(name, able[k], length) == 0 && (name[length] == '\0' || name[length] == '_'))
-                return true;
-        }
-    }
-    return false;
-}
-
-static ucs_status_t on_welcome(void *argument, const void *header, size_t header_bytes, void *data, size_t nbytes,
-                               const ucp_am_recv_param_t *param)
-{
-    (void)data, (void)nbytes, (void)param;
-    Worker *w = argument;
-    Hello hello;
-    if (header_bytes != sizeof hello)
-        return UCS_OK;
-    memcpy(&hello, header, sizeof hello);
-    Peer *peer = peer_by_nonce(w, hello.nonce);
-    if (peer != NULL && !peer->ready) {
-        peer->ready = true;
-        peer->direct = reads_directly(w, peer);
-        event_new(w, EVENT_READY, peer->id);
-    }
-    return UCS_OK;
-}
-
-static ucs_status_t on_bye(void *argument, const void *header, size_t header_bytes, void *data, size_t nbytes,
-                           const ucp_am_recv_param_t *param)
-{
-    (void)data, (void)nbytes, (void)param;
-    Worker *w = argument;
-    Hello hello;
-    if (header_bytes != sizeof hello)
-        return UCS_OK;
-    memcpy(&hello, header, sizeof hello);
-    Peer *peer = peer_by_nonce(w, hello.nonce);
-    if (peer != NULL)
-        peer_lost(peer, UCS_ERR_CONNECTION_RESET, "the peer closed");
-    serve_bye(w, hello.nonce);
-    return UCS_OK;
-}
-
-static int by_address(const void *a, const void *b)
+int by_address(const void *a, const void *b)
 {
     uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
     return x < y ? -1 : x > y;
 }
 
-static int unpack_keys(Worker *w, Peer *peer, const PackedKey *keys, size_t count, char *error)
-{
-    peer->keys = calloc(count + 1, sizeof *peer->keys);
-    if (peer->keys == NULL)
-        return fail(w, error, "keys", UCS_ERR_NO_MEMORY);
-    for (size_t i = 0; i < count; i++) {
-        Key *key = &peer->keys[i];
-        ucs_status_t status = w->ucx.ucp_ep_rkey_unpack(peer->endpoint, keys[i].data, &key->key);
-        if (status != UCS_OK)
-            return fail(w, error, "the peer's memory key", status);
-        key->address = keys[i].address;
-        key->nbytes = keys[i].nbytes;
-        peer->key_count++;
-    }
-    qsort(peer->keys, count, sizeof *peer->keys, by_address);
-    return 0;
-}
-
-int64_t worker_connect(Worker *w, const void *address, const PackedKey *keys, size_t key_count, double deadline,
-                       char *error)
-{
-    Peer *peer = calloc(1, sizeof *peer);
-    if (peer == NULL)
-        return fail(w, error, "peer", UCS_ERR_NO_MEMORY);
-    peer->worker = w;
-    peer->operations.next = peer->operations.previous = &peer->operations;
-    peer->connect_deadline = deadline;
-    if (getrandom(&peer->nonce, sizeof peer->nonce, 0) != sizeof peer->nonce) {
-        free(peer);
-        return fail(w, error, "connect", UCS_ERR_NO_RESOURCE);
-    }
-    ucp_ep_params_t params = {
-        .field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
-                      UCP_EP_PARAM_FIELD_ERR_HANDLER,
-        .address = address,
-        .err_mode = UCP_ERR_HANDLING_MODE_PEER,
-        .err_handler = {.cb = on_error, .arg = peer},
-    };
-    ucs_status_t status = w->ucx.ucp_ep_create(w->worker, &params, &peer->endpoint);
-    if (status != UCS_OK) {
-        free(peer);
-        return fail(w, error, "connect", status);
-    }
-    peer->id = ++w->last_id;
-    peer->next = w->peers;
-    w->peers = peer;
-    if (unpack_keys(w, peer, keys, key_count, error) != 0) {
-        peer->closed = true;
-        close_endpoint(w, &peer->endpoint, UCP_EP_CLOSE_FLAG_FORCE, now() + 1);
-        sweep_peers(w);
-        return -1;
-    }
-    ucp_request_param_t flush = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
-        .cb = {.send = on_connected},
-        .user_data = peer,
-    };
-    peer->flush_count++;
-    ucs_status_ptr_t request = w->ucx.ucp_ep_flush_nbx(peer->endpoint, &flush);
-    if (!UCS_PTR_IS_PTR(request))
-        on_connected(NULL, UCS_PTR_STATUS(request), peer);
-    return peer->id;
-}
-
 /* ---- memory ---- */
 
-static int find(const void *table, size_t count, size_t stride, uint64_t address)
+int find_at(const void *table, size_t count, size_t stride, uint64_t address)
 {
     size_t low = 0, high = count;
     while (low < high) {
@@ -358,18 +78,10 @@ static int find(const void *table, size_t count, size_t stride, uint64_t address
 
 Region *region_at(const Worker *w, uint64_t address)
 {
-    int i = find(w->regions, w->region_count, sizeof *w->regions, address);
+    int i = find_at(w->regions, w->region_count, sizeof *w->regions, address);
     if (i < 0 || address - w->regions[i].address >= w->regions[i].nbytes)
         return NULL;
     return &w->regions[i];
-}
-
-static Key *key_at(const Peer *peer, uint64_t address)
-{
-    int i = find(peer->keys, peer->key_count, sizeof *peer->keys, address);
-    if (i < 0 || address - peer->keys[i].address >= peer->keys[i].nbytes)
-        return NULL;
-    return &peer->keys[i];
 }
 
 int64_t worker_register(Worker *w, uint64_t address, uint64_t nbytes, void **key, size_t *key_bytes, char *error)
@@ -427,284 +139,6 @@ int worker_address(Worker *w, ucp_address_t **address, size_t *nbytes, char *err
     ucs_status_t status = w->ucx.ucp_worker_get_address(w->worker, address, nbytes);
     return status == UCS_OK ? 0 : fail(w, error, "worker address", status);
 }
-
-/* ---- transfers ---- */
-
-static void batch_failed(Worker *w, Batch *batch, Failure failure, const char *text)
-{
-    if (batch->over)
-        return;
-    batch->over = true;
-    Event *event = event_new(w, EVENT_FAILED, batch->ticket);
-    if (event == NULL)
-        return;
-    event->failure = failure;
-    snprintf(event->text, TEXT_BYTES, "%s", text);
-}
-
-static void peer_batches_failed(Worker *w, Peer *peer, Failure failure, const char *text)
-{
-    for (Batch *batch = w->batches; batch != NULL; batch = batch->next)
-        if (batch->peer == peer)
-            batch_failed(w, batch, failure, text);
-}
-
-static Failure failure_of(const Peer *peer, ucs_status_t status)
-{
-    bool gone = peer->lost || status == UCS_ERR_CONNECTION_RESET || status == UCS_ERR_ENDPOINT_TIMEOUT ||
-                status == UCS_ERR_UNREACHABLE || status == UCS_ERR_NOT_CONNECTED || status == UCS_ERR_CANCELED;
-    return gone ? FAILED_PEER_LOST : FAILED_ERROR;
-}
-
-static void op_end(Op *op)
-{
-    op->previous->next = op->next;
-    op->next->previous = op->previous;
-    op->batch->in_flight--;
-    op->batch->peer->operation_count--;
-    free(op);
-}
-
-static void on_got(void *request, ucs_status_t status, void *argument)
-{
-    Op *op = argument;
-    Batch *batch = op->batch;
-    Peer *peer = batch->peer;
-    Worker *w = peer->worker;
-    op_end(op);
-    if (status != UCS_OK)
-        batch_failed(w, batch, failure_of(peer, status), w->ucx.ucs_status_string(status));
-    w->ucx.ucp_request_free(request);
-}
-
-static ucs_status_t on_data(void *argument, const void *header, size_t header_bytes, void *payload, size_t nbytes,
-                            const ucp_am_recv_param_t *param)
-{
-    Worker *w = argument;
-    Data data;
-    if (header_bytes != sizeof data || (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV))
-        return UCS_OK;
-    memcpy(&data, header, sizeof data);
-    Peer *peer = peer_by_nonce(w, data.nonce);
-    if (peer == NULL)
-        return UCS_OK;
-    Op *op = peer->operations.next;
-    while (op != &peer->operations && op->id != data.operation)
-        op = op->next;
-    if (op == &peer->operations)
-        return UCS_OK;
-    if (data.offset == REFUSED || data.offset > op->nbytes || nbytes > op->nbytes - data.offset) {
-        batch_failed(w, op->batch, FAILED_ERROR, "the source refuses: this memory is not registered there");
-        op_end(op);
-        return UCS_OK;
-    }
-    memcpy((char *)(uintptr_t)op->address + data.offset, payload, nbytes);
-    op->got += nbytes;
-    if (op->got == op->nbytes)
-        op_end(op);
-    return UCS_OK;
-}
-
-/* Starts a read of one piece. Returns UCS_OK when it is complete, UCS_INPROGRESS when `op` was taken over. */
-static ucs_status_t start(Worker *w, Peer *peer, Op *op, uint64_t remote, const Key *key, const Region *region)
-{
-    if (!peer->direct) {
-        char error[TEXT_BYTES];
-        Read read = {peer->nonce, op->id, remote, op->nbytes};
-        int sent = message_send(w, peer->endpoint, AM_READ, &read, sizeof read, NULL, 0, NULL, &peer->message_count,
-                                error);
-        return sent == 0 ? UCS_INPROGRESS : UCS_ERR_NOT_CONNECTED;
-    }
-    ucp_request_param_t params = {
-        .op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMH |
-                        UCP_OP_ATTR_FLAG_MULTI_SEND,
-        .cb = {.send = on_got},
-        .user_data = op,
-        .memh = region->memory,
-    };
-    ucs_status_ptr_t request =
-        w->ucx.ucp_get_nbx(peer->endpoint, (void *)(uintptr_t)op->address, op->nbytes, remote, key->key, &params);
-    return UCS_PTR_IS_PTR(request) ? UCS_INPROGRESS : UCS_PTR_STATUS(request);
-}
-
-/* Posts the next piece of a batch: as much of its row as lies in one region on either side. Returns its bytes, or 0. */
-static uint64_t post_next(Worker *w, Batch *batch)
-{
-    Peer *peer = batch->peer;
-    const int64_t *row = batch->rows + 3 * batch->row;
-    uint64_t local = (uint64_t)row[0] + batch->row_offset, remote = (uint64_t)row[1] + batch->row_offset;
-    uint64_t nbytes = (uint64_t)row[2] - batch->row_offset;
-    const Region *region = region_at(w, local);
-    const Key *key = key_at(peer, remote);
-    Op *op = malloc(sizeof *op);
-    if (region == NULL || key == NULL || op == NULL) {
-        free(op);
-        batch_failed(w, batch, FAILED_ERROR, "memory of this transfer is no longer registered");
-        return 0;
-    }
-    if (nbytes > region->address + region->nbytes - local)
-        nbytes = region->address + region->nbytes - local;
-    if (nbytes > key->address + key->nbytes - remote)
-        nbytes = key->address + key->nbytes - remote;
-    if (nbytes > OPERATION_BYTES)
-        nbytes = OPERATION_BYTES;
-    *op = (Op){.batch = batch, .id = ++w->last_operation, .address = local, .nbytes = nbytes};
-    ucs_status_t status = start(w, peer, op, remote, key, region);
-    if (status == UCS_INPROGRESS) {
-        op->previous = peer->operations.previous;
-        op->next = &peer->operations;
-        op->previous->next = op->next->previous = op;
-        batch->in_flight++;
-        peer->operation_count++;
-    } else {
-        free(op);
-    }
-    if (status != UCS_OK && status != UCS_INPROGRESS) {
-        batch_failed(w, batch, failure_of(peer, status), w->ucx.ucs_status_string(status));
-        return 0;
-    }
-    batch->row_offset += nbytes;
-    if (batch->row_offset == (uint64_t)row[2]) {
-        batch->row++;
-        batch->row_offset = 0;
-    }
-    return nbytes;
-}
-
-/* Posts what the windows allow, ends batches that are complete, late or without a peer. Returns whether more can be
- * posted at once. */
-static bool advance(Worker *w)
-{
-    bool more = false;
-    double time = w->batches != NULL || w->peers != NULL ? now() : 0;
-    for (Peer *peer = w->peers; peer != NULL; peer = peer->next) {
-        if (peer->ready || peer->lost || peer->closed)
-            continue;
-        if (peer->flushed && !peer->greeted)
-            greet(w, peer);
-        if (time >= peer->connect_deadline)
-            peer_lost(peer, UCS_ERR_TIMED_OUT, "no answer by the deadline of the connect");
-    }
-    for (Batch **at = &w->batches; *at != NULL;) {
-        Batch *batch = *at;
-        Peer *peer = batch->peer;
-        if (!batch->over && peer->lost)
-            batch_failed(w, batch, FAILED_PEER_LOST, w->ucx.ucs_status_string(peer->status));
-        bool complete = batch->row == batch->row_count && batch->in_flight == 0;
-        if (!batch->over && !complete && time >= batch->deadline)
-            batch_failed(w, batch, FAILED_DEADLINE, "not complete by its deadline");
-        for (uint64_t posted = 0; peer->ready && !batch->over && batch->row < batch->row_count && peer->operation_count < w->window;) {
-            if (posted >= TURN_BYTES) {
-                more = true;
-                break;
-            }
-            posted += post_next(w, batch);
-        }
-        if (!batch->over && batch->row == batch->row_count && batch->in_flight == 0) {
-            batch->over = true;
-            Event *event = event_new(w, EVENT_DONE, batch->ticket);
-            if (event != NULL)
-                event->nbytes = batch->nbytes;
-        }
-        if (batch->over && batch->in_flight == 0) {
-            *at = batch->next;
-            free(batch->rows);
-            free(batch);
-        } else {
-            at = &batch->next;
-        }
-    }
-    sweep_peers(w);
-    return serve_advance(w) || more;
-}
-
-/* Whether every byte of the row is registered on both sides; a row may run over regions that touch. */
-static bool row_inside(const Worker *w, const Peer *peer, const int64_t *row)
-{
-    uint64_t nbytes = (uint64_t)row[2];
-    for (uint64_t at = 0; at < nbytes;) {
-        const Region *region = region_at(w, (uint64_t)row[0] + at);
-        if (region == NULL)
-            return false;
-        at = region->address + region->nbytes - (uint64_t)row[0];
-    }
-    for (uint64_t at = 0; at < nbytes;) {
-        const Key *key = key_at(peer, (uint64_t)row[1] + at);
-        if (key == NULL)
-            return false;
-        at = key->address + key->nbytes - (uint64_t)row[1];
-    }
-    return true;
-}
-
-int64_t worker_get(Worker *w, int64_t peer_id, int64_t *rows, size_t row_count, double deadline, char *error)
-{
-    Peer *peer = worker_peer(w, peer_id);
-    Batch *batch = calloc(1, sizeof *batch);
-    if (peer == NULL || batch == NULL) {
-        snprintf(error, TEXT_BYTES, "%s", peer == NULL ? "no such peer" : "out of memory");
-        goto refuse;
-    }
-    for (size_t i = 0; i < row_count; i++) {
-        const int64_t *row = rows + 3 * i;
-        if (row[2] <= 0 || !row_inside(w, peer, row)) {
-            snprintf(error, TEXT_BYTES, "row %zu (local %#llx, remote %#llx, %lld bytes) is not registered memory", i,
-                     (unsigned long long)row[0], (unsigned long long)row[1], (long long)row[2]);
-            goto refuse;
-        }
-        batch->nbytes += (uint64_t)row[2];
-    }
-    batch->ticket = ++w->last_id;
-    batch->peer = peer;
-    batch->rows = rows;
-    batch->row_count = row_count;
-    batch->deadline = deadline;
-    int64_t ticket = batch->ticket;
-    Batch **at = &w->batches;
-    while (*at != NULL)
-        at = &(*at)->next;
-    *at = batch;
-    advance(w);
-    return ticket;
-refuse:
-    free(batch);
-    free(rows);
-    return -1;
-}
-
-/* ---- signals ---- */
-
-static ucs_status_t on_signal(void *argument, const void *header, size_t header_bytes, void *data, size_t nbytes,
-                              const ucp_am_recv_param_t *param)
-{
-    Worker *w = argument;
-    if (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV)
-        return UCS_OK; /* never sent by us: signals are eager */
-    Event *event = event_new(w, EVENT_SIGNAL, 0);
-    if (event == NULL || (event->data = malloc(header_bytes + nbytes + 1)) == NULL)
-        return UCS_OK;
-    memcpy(event->data, header, header_bytes);
-    memcpy(event->data + header_bytes, data, nbytes);
-    event->sender_bytes = header_bytes;
-    event->data_bytes = nbytes;
-    return UCS_OK;
-}
-
-int worker_signal(Worker *w, int64_t peer_id, const void *payload, size_t nbytes, char *error)
-{
-    Peer *peer = worker_peer(w, peer_id);
-    if (peer == NULL || peer->lost) {
-        snprintf(error, TEXT_BYTES, "%s", peer == NULL ? "no such peer" : "the peer is lost");
-        return -1;
-    }
-    if (peer->message_count >= MESSAGES_PER_PEER) {
-        snprintf(error, TEXT_BYTES, "%d messages to the peer are unsent", MESSAGES_PER_PEER);
-        return -1;
-    }
-    return message_send(w, peer->endpoint, AM_SIGNAL, w->name, w->name_bytes, payload, nbytes, NULL,
-                        &peer->message_count, error);
-}
-
 /* ---- waiting ---- */
 
 void worker_wake(Worker *w)
@@ -728,14 +162,14 @@ static double next_deadline(const Worker *w, double end)
         if (!peer->ready && !peer->lost && peer->connect_deadline < end)
             end = peer->connect_deadline;
     }
-    double longest = now() + (busy ? SLEEP_BUSY_S : SLEEP_IDLE_S);
+    double longest = now_s() + (busy ? SLEEP_BUSY_S : SLEEP_IDLE_S);
     return end < longest ? end : longest;
 }
 
 /* Returns false when a Unix signal came. */
 static bool sleep_until(Worker *w, double end)
 {
-    double left = end - now();
+    double left = end - now_s();
     if (left <= 0)
         return true;
     struct pollfd fds[2] = {{.fd = w->ucx_fd, .events = POLLIN}, {.fd = w->wake_fd, .events = POLLIN}};
@@ -751,13 +185,13 @@ static bool sleep_until(Worker *w, double end)
 
 void worker_poll(Worker *w, double timeout_s)
 {
-    double end = now() + timeout_s;
+    double end = now_s() + timeout_s;
     for (;;) {
         unsigned progressed = w->ucx.ucp_worker_progress(w->worker);
-        bool more = advance(w);
+        bool more = advance_all(w);
         if (atomic_exchange(&w->woken, 0) || w->first_event != NULL)
             return;
-        if (now() >= end)
+        if (now_s() >= end)
             return;
         if (progressed != 0 || more || w->ucx.ucp_worker_arm(w->worker) == UCS_ERR_BUSY)
             continue;
@@ -769,12 +203,11 @@ void worker_poll(Worker *w, double timeout_s)
 /* Progress without the descriptor, for ends of operations that it may not announce. */
 static void spin_once(Worker *w)
 {
-    if (w->ucx.ucp_worker_progress(w->worker) == 0 && !advance(w)) {
+    if (w->ucx.ucp_worker_progress(w->worker) == 0 && !advance_all(w)) {
         struct timespec pause = {.tv_nsec = 50000};
         nanosleep(&pause, NULL);
     }
 }
-
 /* ---- fences and the end ---- */
 
 void close_endpoint(Worker *w, ucp_ep_h *endpoint, unsigned flags, double end)
@@ -784,17 +217,9 @@ void close_endpoint(Worker *w, ucp_ep_h *endpoint, unsigned flags, double end)
     *endpoint = NULL;
     if (!UCS_PTR_IS_PTR(request))
         return;
-    while (w->ucx.ucp_request_check_status(request) == UCS_INPROGRESS && now() < end)
+    while (w->ucx.ucp_request_check_status(request) == UCS_INPROGRESS && now_s() < end)
         spin_once(w);
     w->ucx.ucp_request_free(request);
-}
-
-static void say_bye(Worker *w, Peer *peer)
-{
-    char error[TEXT_BYTES];
-    Hello bye = {peer->nonce};
-    if (peer->greeted)
-        message_send(w, peer->endpoint, AM_BYE, &bye, sizeof bye, NULL, 0, NULL, &peer->message_count, error);
 }
 
 typedef struct {
@@ -825,14 +250,14 @@ static void settle(Worker *w, double settle_end, double flush_end)
         ucs_status_ptr_t request = w->ucx.ucp_worker_flush_nbx(w->worker, &params);
         if (!UCS_PTR_IS_PTR(request))
             wait->done = true;
-        while (!wait->done && now() < flush_end)
+        while (!wait->done && now_s() < flush_end)
             spin_once(w);
         if (wait->done)
             free(wait);
         else
             wait->abandoned = true;
     }
-    while (now() < settle_end)
+    while (now_s() < settle_end)
         spin_once(w);
 }
 
@@ -844,7 +269,7 @@ int worker_fence(Worker *w, int64_t id, double limit_s, double settle_s, int64_t
         snprintf(error, TEXT_BYTES, "no such peer");
         return -1;
     }
-    double end = now() + limit_s;
+    double end = now_s() + limit_s;
     if (!peer->lost) {
         say_bye(w, peer);
         peer->lost = true; /* no event: who fences knows */
@@ -854,9 +279,9 @@ int worker_fence(Worker *w, int64_t id, double limit_s, double settle_s, int64_t
     while (!peer->direct && peer->operation_count > 0)
         op_end(peer->operations.next); /* on_data finds them no more */
     close_endpoint(w, &peer->endpoint, UCP_EP_CLOSE_FLAG_FORCE, end);
-    while (!peer_idle(peer) && now() < end)
+    while (!peer_idle(peer) && now_s() < end)
         spin_once(w);
-    double start = now();
+    double start = now_s();
     settle(w, start + settle_s, start + 4 * settle_s);
     *left = calloc(2 * peer->operation_count + 1, sizeof **left);
     *left_count = 0;
@@ -865,7 +290,7 @@ int worker_fence(Worker *w, int64_t id, double limit_s, double settle_s, int64_t
         (*left)[2 * (*left_count)++ + 1] = (int64_t)op->nbytes;
     }
     peer->closed = true;
-    advance(w);
+    advance_all(w);
     return *left == NULL ? fail(w, error, "fence", UCS_ERR_NO_MEMORY) : 0;
 }
 
@@ -900,7 +325,7 @@ void worker_close(Worker *w, double limit_s)
     if (!w->open)
         return;
     w->open = false;
-    double end = now() + limit_s;
+    double end = now_s() + limit_s;
     for (Peer *peer = w->peers; peer != NULL; peer = peer->next) {
         peer_batches_failed(w, peer, FAILED_FENCED, "the transport is closed");
         while (!peer->direct && peer->operation_count > 0)
@@ -914,7 +339,7 @@ void worker_close(Worker *w, double limit_s)
     }
     serve_close(w, end);
     bool idle = false;
-    while (!idle && now() < end) {
+    while (!idle && now_s() < end) {
         spin_once(w);
         idle = serve_idle(w);
         for (Peer *peer = w->peers; peer != NULL; peer = peer->next)
@@ -932,7 +357,6 @@ void worker_close(Worker *w, double limit_s)
     close(w->wake_fd);
     free_all(w);
 }
-
 /* ---- the start ---- */
 
 /* settings: triples of name, value and kind. A "default" gives way to the environment, and UCX may lack it. */
@@ -978,13 +402,9 @@ static int open_worker(Worker *w, char *error)
     ucs_status_t status = w->ucx.ucp_worker_create(w->context, &params, &w->worker);
     if (status != UCS_OK)
         return fail(w, error, "UCX worker", status);
-    status = set_handler(w, AM_SIGNAL, on_signal);
+    status = peer_set_handlers(w);
     if (status == UCS_OK)
-        status = set_handler(w, AM_WELCOME, on_welcome);
-    if (status == UCS_OK)
-        status = set_handler(w, AM_DATA, on_data);
-    if (status == UCS_OK)
-        status = set_handler(w, AM_BYE, on_bye);
+        status = transfer_set_handlers(w);
     if (status == UCS_OK)
         status = serve_set_handlers(w);
     if (status == UCS_OK)

@@ -22,6 +22,9 @@
 
 #define TEXT_BYTES 256
 
+/* Nothing here may be taken for, or by, a function of another library in the process. */
+#pragma GCC visibility push(hidden)
+
 typedef struct {
     uint64_t address, nbytes;
     int64_t id;
@@ -157,16 +160,45 @@ int worker_fence(Worker *w, int64_t peer, double limit_s, double settle_s, int64
 /* Blocks up to limit_s. Ends what is open and frees everything; the worker cannot be used again. */
 void worker_close(Worker *w, double limit_s);
 
+/* ---- between the files: _ucx_worker.c ---- */
 
-/* ---- between _ucx_worker.c and _ucx_serve.c ---- */
+double now_s(void);
+/* Writes "what: status" into `error`; returns -1. */
+int fail(Worker *w, char *error, const char *what, ucs_status_t status);
+Event *event_new(Worker *w, EventKind kind, int64_t id);
+/* Tables of structs that begin with their address, sorted by it: order, and index of the last one not above `address`
+ * or -1. */
+int by_address(const void *a, const void *b);
+int find_at(const void *table, size_t count, size_t stride, uint64_t address);
+Region *region_at(const Worker *w, uint64_t address);
+ucs_status_t set_handler(Worker *w, unsigned id, ucp_am_recv_callback_t callback);
+/* Blocks until `end`. Sets *endpoint to NULL. */
+void close_endpoint(Worker *w, ucp_ep_h *endpoint, unsigned flags, double end);
+
+/* ---- _ucx_peer.c ---- */
 
 /* Sends a message, which counts in *counter until it is sent. A payload with `memory` stays where it is until then. */
 int message_send(Worker *w, ucp_ep_h endpoint, unsigned id, const void *header, size_t header_bytes,
                  const void *payload, size_t payload_bytes, ucp_mem_h memory, size_t *counter, char *error);
-void close_endpoint(Worker *w, ucp_ep_h *endpoint, unsigned flags, double end);
-ucs_status_t set_handler(Worker *w, unsigned id, ucp_am_recv_callback_t callback);
-Region *region_at(const Worker *w, uint64_t address);
-double now(void);
+ucs_status_t peer_set_handlers(Worker *w);
+Peer *peer_by_nonce(Worker *w, uint64_t nonce);
+bool peer_idle(const Peer *peer);
+void peers_advance(Worker *w, double time);
+/* Frees closed peers that no callback can name any more. */
+void sweep_peers(Worker *w);
+void say_bye(Worker *w, Peer *peer);
+
+/* ---- _ucx_transfer.c ---- */
+
+ucs_status_t transfer_set_handlers(Worker *w);
+/* Posts what the windows allow, ends what is complete, late or without a peer, here and in the other files. Returns
+ * whether more can be posted at once. */
+bool advance_all(Worker *w);
+void op_end(Op *op);
+void batch_failed(Worker *w, Batch *batch, Failure failure, const char *text);
+void peer_batches_failed(Worker *w, Peer *peer, Failure failure, const char *text);
+
+/* ---- _ucx_serve.c ---- */
 
 ucs_status_t serve_set_handlers(Worker *w);
 /* Whether more can be sent at once. */
@@ -175,5 +207,7 @@ bool serve_idle(const Worker *w);
 void serve_bye(Worker *w, uint64_t nonce);
 void serve_close(Worker *w, double end);
 void serve_free(Worker *w);
+
+#pragma GCC visibility pop
 
 #endif

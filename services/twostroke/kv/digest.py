@@ -1,15 +1,15 @@
 """A digest of memory at memory speed: did what arrived leave the other side just so?
 
-A range is cut into stripes of 8 KiB, the last one filled up with zeros. Of each stripe two 64-bit values are taken: NH, the
-sum over its words of (low half + key) * (high half + key'), and the plain sum of its words. Each is mixed with the
+A range is cut into stripes of 8 KiB, the last one filled up with zeros. Of each stripe two 64-bit values are taken: NH,
+the sum over its words of (low half + key) * (high half + key'), and the plain sum of its words. Each is mixed with the
 stripe's number and added up, apart from the other; ranges are combined in the same way. The result, 128 bits:
 
   - any change within one aligned word, so any flipped byte: always seen, by the plain sum and a bijective mix
   - any other difference (blocks swapped, zeroed, shifted, stale): missed with probability about 2**-32, by NH's bound;
     no guard against someone who builds collisions on purpose
 
-The digest depends on how memory is cut into ranges: both ends list the same ranges in the same order, and merge them for
-the transfer only.
+The digest depends on how memory is cut into ranges: both ends list the same ranges in the same order, and merge them
+for the transfer only.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ def digest_numpy(ranges: Ranges) -> bytes:
 
 
 def _range_numpy(address: int, nbytes: int) -> tuple[Words, Words]:
-    data = (
-        np.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=np.uint8) if nbytes else np.zeros(0, "u1")
-    )
+    data = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)) if nbytes else np.zeros(0, np.uint8)
     stripes = -(-nbytes // _STRIPE_BYTES)
     padded = np.zeros(stripes * _STRIPE_BYTES, dtype=np.uint8)
     padded[:nbytes] = data
@@ -89,4 +87,5 @@ def _range_numpy(address: int, nbytes: int) -> tuple[Words, Words]:
 
 def _fold(values: Words, number: Words, nbytes: int, weight: np.uint64) -> Words:
     size = _mix(np.array([nbytes], np.uint64) + weight)
-    return np.concatenate((size, _mix(values + number * weight))).sum(dtype=np.uint64, keepdims=True)
+    total: Words = np.concatenate((size, _mix(values + number * weight))).sum(dtype=np.uint64, keepdims=True)
+    return total

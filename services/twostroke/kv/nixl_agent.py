@@ -3,8 +3,8 @@
 It differs from UCX in what NIXL cannot do:
   - A read that was given up may land later, whatever is released (docs/kv_transport.md), so fence returns the memory of
     all unfinished reads as quarantine, until close.
-  - There is no descriptor to sleep on. Its progress thread would spin on a core, so it is off and poll makes the progress:
-    every BUSY_S while reads are open, else every IDLE_S. A source over tcp answers no faster than that.
+  - There is no descriptor to sleep on. Its progress thread would spin on a core, so it is off and poll makes the
+    progress: every BUSY_S while reads are open, else every IDLE_S. A source over tcp answers no faster than that.
   - Over shared memory get_batch copies everything before it returns, so a deadline cannot cut it short.
   - Lanes cannot be asked for. A dead peer is noticed by the next read or signal only.
 """
@@ -75,8 +75,9 @@ def nixl_api() -> ModuleType:
 class NixlTransport:
     """Transport over a NIXL agent with its UCX backend.
 
-    options: UCX settings without the UCX_ prefix. NIXL passes none on, so they are set in this process's environment and
-    hold for its later agents too. progress_thread: for comparisons; it spins on a core. Raises ConfigError when NIXL is missing or does not start.
+    options: UCX settings without the UCX_ prefix. NIXL passes none on, so they are set in this process's environment
+    and hold for its later agents too. progress_thread: for comparisons; it spins on a core. Raises ConfigError when
+    NIXL is missing or does not start.
     """
 
     backend = "nixl"

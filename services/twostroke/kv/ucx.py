@@ -119,11 +119,11 @@ class UcxTransport:
     they did in every round of the soak test (docs/kv_transport.md); else exactly the ranges of those that did not.
 
     Over cma and RDMA lanes a read is a UCX GET, in which the source has no part. Over other lanes the source answers
-    reads in its poll, and refuses those of memory that it has not registered; native code says why.
+    reads in its poll, and refuses those of memory that it has not registered; _ucx_worker.h says why.
 
     name: unique to this start of this worker. library: path of libucp; empty searches. direct: False reads by message
-    over all lanes. options: UCX settings without the UCX_ prefix, such as {"TLS": "tcp"}. Raises ConfigError when the binding, the library or a setting is missing
-    or wrong.
+    over all lanes. options: UCX settings without the UCX_ prefix, such as {"TLS": "tcp"}. Raises ConfigError when the
+    binding, the library or a setting is missing or wrong.
     """
 
     backend = "ucx"

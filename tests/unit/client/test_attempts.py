@@ -45,8 +45,8 @@ def test_attempts_go_round_the_routers():
     assert caught.value.__cause__ is REFUSED
     assert caught.value.__notes__ == [
         "request_id r-1, router a:1, attempt 3 of at most 3",
-        "before that: attempt 1, router a:1: UNAVAILABLE: connection refused (UNAVAILABLE)",
-        "before that: attempt 2, router b:2: UNAVAILABLE: connection refused (UNAVAILABLE)",
+        "before that: attempt 1, router a:1: UNAVAILABLE: connection refused",
+        "before that: attempt 2, router b:2: UNAVAILABLE: connection refused",
     ]
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from unit.kv.kv_process import SourceProcess
 
 from twostroke.kv.backends import open_transport
 from twostroke.kv.transport import Transport
+from unit.kv.kv_process import SourceProcess
 
 
 @pytest.fixture

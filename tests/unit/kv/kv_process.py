@@ -23,7 +23,14 @@ class SourceProcess:
     """`python -m twostroke.bench.kv_source`, with its lines in a queue."""
 
     def __init__(
-        self, nbytes: int, *, name: str = "source", seed: int = 1, regions: int = 1, backend: str = "ucx", **options: str
+        self,
+        nbytes: int,
+        *,
+        name: str = "source",
+        seed: int = 1,
+        regions: int = 1,
+        backend: str = "ucx",
+        **options: str,
     ) -> None:
         arguments = ["--name", name, "--nbytes", str(nbytes), "--seed", str(seed), "--regions", str(regions)]
         arguments += ["--backend", backend, *(f"--option={key}={value}" for key, value in options.items())]

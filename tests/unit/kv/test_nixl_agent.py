@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from unit.kv.kv_process import Destination, SourceProcess, connected, outcome, until, wait_for
 
 from twostroke.errors import EngineError, LayoutMismatchError, WorkerLostError
 from twostroke.kv.transport import (
@@ -16,6 +15,7 @@ from twostroke.kv.transport import (
     TicketFailed,
     Transport,
 )
+from unit.kv.kv_process import Destination, SourceProcess, connected, outcome, until, wait_for
 
 pytest.importorskip("nixl")
 

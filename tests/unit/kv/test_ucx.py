@@ -10,9 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from unit.kv.kv_process import Destination, SourceProcess, connected, outcome, until, wait_for
 
-from twostroke.errors import ConfigError, DeadlineError, EngineError, LayoutMismatchError, UnavailableError, WorkerLostError
+from twostroke.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    LayoutMismatchError,
+    UnavailableError,
+    WorkerLostError,
+)
 from twostroke.kv.transport import (
     MAX_SIGNAL_BYTES,
     Event,
@@ -25,6 +31,7 @@ from twostroke.kv.transport import (
     is_rdma,
 )
 from twostroke.kv.ucx import OLDEST_VERSION, UcxTransport, find_library, library_candidates
+from unit.kv.kv_process import Destination, SourceProcess, connected, outcome, until, wait_for
 
 StartSource = Callable[..., SourceProcess]
 StartTransport = Callable[..., Transport]
@@ -285,7 +292,7 @@ def test_net_devices_are_honoured(start_source: StartSource, start_transport: St
 def test_the_environment_is_honoured(start_source: StartSource) -> None:
     code = (
         "from twostroke.kv.ucx import UcxTransport\nimport sys\n"
-        "t = UcxTransport('x'); p = t.connect('s', bytes.fromhex(sys.argv[1])); t.poll(5.0); print(t.lanes(p)); t.close()"
+        "t = UcxTransport('x')\np = t.connect('s', bytes.fromhex(sys.argv[1])); t.poll(5.0); print(t.lanes(p))\nt.close()"
     )
     result = subprocess.run(
         [sys.executable, "-c", code, start_source(MIB, TLS="tcp").address.hex()],

@@ -3,14 +3,25 @@
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
-from unit.kv.kv_process import Destination, SourceProcess, connected, outcome, until, wait_for
 
 from twostroke.errors import WorkerLostError
-from twostroke.kv.transport import Event, Failure, PeerLost, PeerReady, TicketDone, TicketFailed, Transport
+from twostroke.kv.transport import (
+    Event,
+    Failure,
+    Peer,
+    PeerLost,
+    PeerReady,
+    Ticket,
+    TicketDone,
+    TicketFailed,
+    Transport,
+)
 from twostroke.kv.ucx import FENCE_LIMIT_S
+from unit.kv.kv_process import Destination, SourceProcess, connected, outcome, until, wait_for
 
 StartSource = Callable[..., SourceProcess]
 StartTransport = Callable[..., Transport]
@@ -19,7 +30,9 @@ MIB = 1 << 20
 LANES = {"cma": {"TLS": "cma,tcp"}, "tcp": {"TLS": "tcp"}}
 
 
-def begin(transport: Transport, destination: Destination, source: SourceProcess, deadline_s: float):  # noqa: ANN201
+def begin(
+    transport: Transport, destination: Destination, source: SourceProcess, deadline_s: float
+) -> tuple[Peer, Ticket]:
     """Connects, and starts a transfer that is under way and far from its end."""
     peer = connected(transport, source)
     rows = np.concatenate([destination.rows(source, 65536, seed) for seed in range(40)])
@@ -111,7 +124,7 @@ def test_a_fence_fails_the_open_tickets_of_that_peer_only(
     assert kept.id < again.id
 
 
-def begin_beside(transport: Transport, destination: Destination, source: SourceProcess):  # noqa: ANN201
+def begin_beside(transport: Transport, destination: Destination, source: SourceProcess) -> tuple[Peer, Ticket]:
     """As begin, while other peers have events."""
     peer = transport.connect("source", source.address)
     wait_for(transport, PeerReady, seen=[])
@@ -199,8 +212,6 @@ def test_reconnecting_again_and_again_leaks_no_descriptors(
 
 
 def descriptors(pid: int) -> int:
-    from pathlib import Path
-
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
