@@ -6,8 +6,12 @@ Durations are in seconds, sizes in bytes or tokens, as the names say.
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
+import socket
 import tempfile
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -27,6 +31,7 @@ S = TypeVar("S", bound="_Settings")
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 DEFAULT_WORKER_PORT = 50061
+CALM_PORTS = range(20000, 32000)
 
 
 class _Settings(BaseSettings):
@@ -150,6 +155,26 @@ def locate_model(name: str) -> str:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"--model {name}: no such folder")
     return name
+
+
+def free_port(host: str, taken: Container[int] = ()) -> int:
+    """A port that is free now and stays so for the seconds until a process listens on it.
+
+    It is taken from below the ports that the kernel gives to outgoing connections, since one of those may be gone by
+    then. Raises OSError when the host is not one of this machine's addresses.
+    """
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    while True:
+        port = secrets.choice(CALM_PORTS)
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+        if port not in taken:
+            return port
 
 
 def cache_dir() -> Path:

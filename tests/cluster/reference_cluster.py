@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from twostroke.config import RpcSettings
+from twostroke.config import RpcSettings, free_port
 from twostroke.rpc.channel import connect
 from twostroke.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from twostroke.v1.engine_pb2 import SamplingParams, TokenSequence
@@ -26,14 +25,10 @@ WAIT_S = 20.0
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    ports: list[int] = []
+    while len(ports) < count:
+        ports.append(free_port("127.0.0.1", ports))
+    return ports
 
 
 @dataclass

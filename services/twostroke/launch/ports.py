@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import psutil
 
+from twostroke.config import free_port
 from twostroke.errors import ConfigError
 
 
@@ -36,20 +37,16 @@ def require_free(host: str, ports: Sequence[tuple[str, int]]) -> None:
 
 
 def pick_free(host: str, count: int, taken: Sequence[int] = ()) -> list[int]:
-    """That many different free ports, none of them in `taken`. All are held until all are found.
+    """That many different free ports, none of them in `taken`.
 
     Raises ConfigError when the host is not one of this machine's addresses.
     """
     chosen: list[int] = []
-    with contextlib.ExitStack() as held:
-        while len(chosen) < count:
-            try:
-                bound = held.enter_context(_bind(host, 0))
-            except OSError as error:
-                raise ConfigError(_explain(host, 0, "--host", error)) from error
-            port = int(bound.getsockname()[1])
-            if port not in taken:
-                chosen.append(port)
+    while len(chosen) < count:
+        try:
+            chosen.append(free_port(host, {*taken, *chosen}))
+        except OSError as error:
+            raise ConfigError(_explain(host, 0, "--host", error)) from error
     return chosen
 
 

@@ -292,7 +292,8 @@ def test_net_devices_are_honoured(start_source: StartSource, start_transport: St
 def test_the_environment_is_honoured(start_source: StartSource) -> None:
     code = (
         "from twostroke.kv.ucx import UcxTransport\nimport sys\n"
-        "t = UcxTransport('x')\np = t.connect('s', bytes.fromhex(sys.argv[1])); t.poll(5.0); print(t.lanes(p))\nt.close()"
+        "t = UcxTransport('x')\n"
+        "p = t.connect('s', bytes.fromhex(sys.argv[1])); t.poll(5.0)\nprint(t.lanes(p))\nt.close()"
     )
     result = subprocess.run(
         [sys.executable, "-c", code, start_source(MIB, TLS="tcp").address.hex()],

@@ -12,7 +12,6 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from twostroke.config import WorkerSettings, child_environment, locate_model, set_environment
+from twostroke.config import WorkerSettings, child_environment, free_port, locate_model, set_environment
 from twostroke.errors import ConfigError, EngineError
 
 log = logging.getLogger(__name__)
@@ -97,13 +96,10 @@ def prepare_environment(settings: WorkerSettings) -> int:
 
 
 def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise ConfigError(f"cannot use {host} for the KV side channel: {error}; set --kv-host") from error
-        return int(probe.getsockname()[1])
+    try:
+        return free_port(host)
+    except OSError as error:
+        raise ConfigError(f"cannot use {host} for the KV side channel: {error}; set --kv-host") from error
 
 
 def engine_args(settings: WorkerSettings, engine_id: str) -> Any:

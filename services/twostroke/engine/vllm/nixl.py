@@ -12,6 +12,7 @@ compute makes none by itself.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,17 @@ class NixlConnector(NixlPullConnector):
             _run_where_the_worker_may()
             super().__init__(vllm_config, role, kv_cache_config)
         self._released: set[str] = set()
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """Scheduler side: starts the side channel. The stock one waits for ever when its port is taken; this raises."""
+        scheduler = self.connector_scheduler
+        host, port = scheduler.side_channel_host, scheduler.side_channel_port
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise RuntimeError(f"the KV side channel cannot listen on {host}:{port}: set --kv-port") from error
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
 
     def release(self, request_ids: list[str]) -> int:
         """Worker side: gives up held KV at the next step. Returns how many of the ids held any."""
