@@ -20,7 +20,7 @@ BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install up down status test test-fast lint proto bench-router clean
+.PHONY: help install up down status test test-fast lint proto bench-router bench-start bench-pull soak-fence clean
 
 help: ## Lists these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,15 @@ proto: $(BASE) ## Generates services/twostroke/v1 from protos/
 
 bench-router: install ## Measures what the router adds to a request; writes build/bench/router.json
 	@$(BIN)/python -m twostroke.bench.router $(ARGS)
+
+bench-start: install ## Measures how fast clusters start; writes build/bench/start.json
+	@$(BIN)/python -m twostroke.bench.start $(ARGS)
+
+bench-pull: install ## Measures raw pulls of KV blocks; writes build/bench/pull.json
+	@$(BIN)/python -m twostroke.bench.pull $(ARGS)
+
+soak-fence: install ## Looks for bytes that land after a transfer was given up; writes build/bench/soak_fence.json
+	@$(BIN)/python -m twostroke.bench.soak_fence $(ARGS)
 
 clean: ## Removes generated code, caches and build results; .venv and the model cache stay
 	@rm -rf build services/twostroke/v1 services/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -42,6 +42,8 @@ _ENGINES = 5
 _ENGINE_BYTES = 2 << 30
 """Of an API server or worker with its engine, without weights and KV."""
 _IDLE_S = 2.0
+# vLLM's workers go on spinning for a second after their last step; nobody else's measurement shall pay for that.
+_SETTLE_S = 1.5
 _WARM_UP_S = 1.0
 
 
@@ -82,6 +84,7 @@ async def _measure_batch(batch: Sequence[Running], options: Options, results: Re
     for each in batch:
         warm = requests(f"warm-up {each.stack.name}", options.prompt_tokens, options.max_tokens)
         await _drive(each, warm, max(options.streams), _WARM_UP_S, Meter({}), options)
+    await asyncio.sleep(_SETTLE_S)
     idle = await _idle_percent(batch)
     results.idle_percent |= idle
     say("at rest: " + ", ".join(f"{name} {percent:.1f} % of a core" for name, percent in idle.items()))
@@ -92,6 +95,7 @@ async def _measure_batch(batch: Sequence[Running], options: Options, results: Re
                 sample = await _measure(each, number, streams, options)
                 results.samples.append(sample)
                 say(_line(sample, options))
+                await asyncio.sleep(_SETTLE_S)
 
 
 async def _idle_percent(batch: Sequence[Running]) -> dict[str, float]:
@@ -180,7 +184,8 @@ async def compare(models: Sequence[str], options: Options) -> None:
         together = _fit(served)
         say(f"{name} model: systems {'in turns' if together else 'one after the other, for want of memory'}")
         builder = Builder(served, found, environment)
-        stacks = [builder.direct(), *([builder.vllm_router()] if with_theirs else []), builder.twostroke()]
+        ours = builder.twostroke()
+        stacks = [builder.direct(), *([builder.vllm_router()] if with_theirs else []), ours]
         results = await measure_model(stacks, options, together, log_folder(f"router-{Path(name).name}"), say)
         made = cells(results.samples)
         report.rows(record, Path(name).name, made)
@@ -203,7 +208,7 @@ def _streams(text: str) -> tuple[int, ...]:
 def main(
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each system and stream count.")] = 5,
     streams: Annotated[str, typer.Option(metavar="LIST", help="Concurrent streams.")] = "1,8,32",
-    seconds: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Of one measurement.")] = 2.5,
+    seconds: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Of one measurement.")] = 2.0,
     model: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A further model besides the tiny one: smollm2 or a folder; repeatable."),

@@ -58,7 +58,7 @@ def one_round(pair: KvPair, lanes: str, full_s: float, random: np.random.Generat
     count = NBYTES // BLOCK
     pair.memory[:] = 0
     rows = np.concatenate([pair.rows(BLOCK, count, random) for _ in range(2)])
-    moment = random.uniform(0.0, full_s)
+    moment = random.uniform(0.0, 0.8 * full_s)
     try:
         ticket = pair.transport.get_batch(peer, rows, moment if lanes == "cma" else moment + WAIT_S)
         early = []

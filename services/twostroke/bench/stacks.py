@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from twostroke.bench.load import MODEL
-from twostroke.errors import ConfigError
+from twostroke.config import free_port
 from twostroke.launch import plan
 from twostroke.launch.devices import Devices
 from twostroke.launch.processes import ProcessSpec
@@ -21,8 +19,6 @@ DIRECT, VLLM_ROUTER, TWOSTROKE = "direct", "vllm-router", "twostroke"
 VLLM_ROUTER_INSTALL = f"{sys.executable} -m pip install vllm-router==0.1.17"
 
 _HOST = "127.0.0.1"
-# Below those that the kernel gives to outgoing connections: an engine binds its ports a minute after they are chosen.
-_PORTS = range(20000, 32000)
 _STEP_BUDGET_TOKENS = 512
 _MAX_SEQUENCES = 64
 
@@ -83,11 +79,10 @@ class Builder:
         self._ports: list[int] = []
 
     def _port(self) -> int:
-        for port in random.sample(_PORTS, len(_PORTS)):
-            if port not in self._ports and _is_free(port):
-                self._ports.append(port)
-                return port
-        raise ConfigError(f"no free port between {_PORTS[0]} and {_PORTS[-1]}")
+        # An engine binds its ports a minute after they are chosen.
+        port = free_port(_HOST, self._ports)
+        self._ports.append(port)
+        return port
 
     def direct(self) -> Stack:
         """One vLLM API server, its engine on the core on which the others decode."""
@@ -115,7 +110,10 @@ class Builder:
         )
 
     def twostroke(self) -> Stack:
-        """Our router, one prefill and one decode worker, as `twostroke up` starts them."""
+        """Our router, one prefill and one decode worker, as `twostroke up` starts them.
+
+        Call it before the others: its workers' ports are chosen without knowing of theirs.
+        """
         http_port, grpc_port = self._port(), self._port()
         length = f"--max-model-len-tokens={self._served.max_model_len_tokens}"
         options = plan.UpOptions(
@@ -196,12 +194,3 @@ def _kv_transfer(role: str) -> dict[str, object]:
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host, int(port)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((_HOST, port))
-        except OSError:
-            return False
-    return True

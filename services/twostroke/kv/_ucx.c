@@ -148,25 +148,6 @@ static PyObject *Worker_register(PyObject *self, PyObject *args)
     return result;
 }
 
-static PyObject *Worker_unregister(PyObject *self, PyObject *args)
-{
-    char error[TEXT_BYTES];
-    long long id;
-    int status;
-    if (!PyArg_ParseTuple(args, "L", &id))
-        return NULL;
-    Worker *w = enter(self);
-    if (w == NULL)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = worker_unregister(w, id, error);
-    Py_END_ALLOW_THREADS
-    leave(self);
-    if (status != 0)
-        return raise(error);
-    Py_RETURN_NONE;
-}
-
 /* keys: a list of (address, bytes, key). */
 static PackedKey *read_keys(PyObject *list)
 {
@@ -407,7 +388,6 @@ static PyObject *Worker_close(PyObject *self, PyObject *args)
 static PyMethodDef worker_methods[] = {
     {"address", Worker_address, METH_NOARGS, "The worker's address, for connect on another host."},
     {"register", Worker_register, METH_VARARGS, "(address, bytes) -> (id, key)."},
-    {"unregister", Worker_unregister, METH_VARARGS, "(id)."},
     {"connect", Worker_connect, METH_VARARGS, "(address, [(address, bytes, key)], deadline) -> peer."},
     {"lanes", Worker_lanes, METH_VARARGS, "(peer) -> [transport/device]."},
     {"get", Worker_get, METH_VARARGS, "(peer, rows of three int64, deadline) -> ticket."},

@@ -116,24 +116,6 @@ int64_t worker_register(Worker *w, uint64_t address, uint64_t nbytes, void **key
     return region.id;
 }
 
-int worker_unregister(Worker *w, int64_t id, char *error)
-{
-    size_t i = 0;
-    while (i < w->region_count && w->regions[i].id != id)
-        i++;
-    if (i == w->region_count) {
-        snprintf(error, TEXT_BYTES, "no such region");
-        return -1;
-    }
-    if (w->batches != NULL) {
-        snprintf(error, TEXT_BYTES, "memory cannot be unregistered while transfers run");
-        return -1;
-    }
-    ucs_status_t status = w->ucx.ucp_mem_unmap(w->context, w->regions[i].memory);
-    memmove(&w->regions[i], &w->regions[i + 1], (--w->region_count - i) * sizeof *w->regions);
-    return status == UCS_OK ? 0 : fail(w, error, "unregister memory", status);
-}
-
 int worker_address(Worker *w, ucp_address_t **address, size_t *nbytes, char *error)
 {
     ucs_status_t status = w->ucx.ucp_worker_get_address(w->worker, address, nbytes);

@@ -141,7 +141,6 @@ int worker_open(Worker *w, const char *library, const char *name, size_t name_by
                 const char *const *settings, size_t setting_count, char *error);
 int worker_address(Worker *w, ucp_address_t **address, size_t *nbytes, char *error);
 int64_t worker_register(Worker *w, uint64_t address, uint64_t nbytes, void **key, size_t *key_bytes, char *error);
-int worker_unregister(Worker *w, int64_t id, char *error);
 int64_t worker_connect(Worker *w, const void *address, const PackedKey *keys, size_t key_count, double deadline,
                        char *error);
 Peer *worker_peer(Worker *w, int64_t id);

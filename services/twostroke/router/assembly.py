@@ -92,7 +92,7 @@ class Router:
                 said = missing
                 log.info("waiting for %s", waiting_for) if waiting_for else log.info("ready")
                 await self._server.set_ready(not waiting_for)
-            await self.dispatcher.pool.wait_changed()
+            await self.dispatcher.pool.wait_state_changed()
 
     async def _drain(self, http: asyncio.Task[None] | None) -> None:
         log.info("draining: %d requests run", self.dispatcher.active_requests)

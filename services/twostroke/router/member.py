@@ -37,7 +37,7 @@ class MemberState(Enum):
 
 
 class Member:
-    """Keeps one worker connected. `changed` is called on every change of state or load."""
+    """Keeps one worker connected. `changed` is called on every change of state, `load_changed` on every load report."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class Member:
         *,
         accept: Callable[[worker_pb2.GetInfoResponse], str | None],
         changed: Callable[[], None],
+        load_changed: Callable[[], None],
         step_done: Callable[[], None],
     ) -> None:
         self.address = address
@@ -60,6 +61,7 @@ class Member:
         self._router_id = router_id
         self._accept = accept
         self._changed = changed
+        self._load_changed = load_changed
         self._step_done = step_done
         self._channel = connect(address, rpc)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
@@ -122,8 +124,12 @@ class Member:
     async def _watch_load(self) -> None:
         request = worker_pb2.WatchLoadRequest(interval_ms=LOAD_INTERVAL_MS)
         async for load in self._worker.WatchLoad(request):
+            new_role = self.load is not None and self.load.role != load.role
             self.load = load
-            self._changed()
+            if new_role:
+                self._changed()
+            else:
+                self._load_changed()
 
     def snapshot(self) -> WorkerSnapshot:
         """For placement: what the worker reported, and what this router has sent since. Needs state READY."""

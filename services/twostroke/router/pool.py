@@ -38,6 +38,7 @@ class WorkerPool:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._failures: tuple[str, ...] = ()
         self._changed = asyncio.Event()
+        self._state_changed = asyncio.Event()
         self.refused_pairs: dict[tuple[str, str], str] = {}
 
     @property
@@ -79,6 +80,7 @@ class WorkerPool:
                 self._settings.rpc,
                 accept=self._accept,
                 changed=self._on_change,
+                load_changed=self._on_load,
                 step_done=self._step_done,
             )
             self._members[address] = member
@@ -101,6 +103,12 @@ class WorkerPool:
 
     def _on_change(self) -> None:
         self._compare()
+        self._state_changed.set()
+        self._state_changed = asyncio.Event()
+        self._on_load()
+
+    def _on_load(self) -> None:
+        # Many times a second: nothing that loads alone cannot change is looked at.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -120,8 +128,12 @@ class WorkerPool:
         self.refused_pairs = refused
 
     async def wait_changed(self) -> None:
-        """Returns at the next change of any worker."""
+        """Returns at the next change of any worker, its load included."""
         await self._changed.wait()
+
+    async def wait_state_changed(self) -> None:
+        """Returns at the next change of which workers there are and how they stand."""
+        await self._state_changed.wait()
 
     def ready_members(self) -> list[Member]:
         """The workers that take requests."""

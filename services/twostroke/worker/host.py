@@ -16,7 +16,7 @@ from twostroke.v1.kv_pb2 import Handoff
 
 log = logging.getLogger(__name__)
 
-MIN_REPORT_INTERVAL_S = 0.05
+MIN_REPORT_INTERVAL_S = 0.1
 
 
 class Owner(Protocol):

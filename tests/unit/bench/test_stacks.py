@@ -10,7 +10,8 @@ SERVED = Served("/models/tiny", 64 << 20, 2048)
 def built(cores: tuple[int, ...] = (0, 1)) -> dict[str, Stack]:
     devices = Devices(gpus=(), cores=cores, preload=("/lib/a.so",))
     builder = Builder(SERVED, devices, {"PATH": "/bin", "LD_PRELOAD": "/lib/b.so"})
-    return {stack.name: stack for stack in (builder.direct(), builder.vllm_router(), builder.twostroke())}
+    ours = builder.twostroke()
+    return {stack.name: stack for stack in (builder.direct(), builder.vllm_router(), ours)}
 
 
 def flag(command: tuple[str, ...], name: str) -> str:
