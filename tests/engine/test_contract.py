@@ -115,6 +115,15 @@ def test_a_field_that_is_not_served_is_refused_by_name(field: str, value: object
         to_wire(params)
 
 
+def test_an_empty_dictionary_asks_for_nothing() -> None:
+    """As vLLM's responses route sets it."""
+    from vllm import SamplingParams
+
+    from twostroke.engine.vllm.sampling import to_wire
+
+    assert to_wire(SamplingParams(extra_args={}, max_tokens=3)).max_tokens == 3
+
+
 def test_the_core_client_has_the_methods_that_we_stand_in_for() -> None:
     from vllm.v1.engine.core_client import EngineCoreClient
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
+import httpx
 import openai
 import pytest
 
@@ -13,7 +14,7 @@ from twostroke.config import RpcSettings
 from twostroke.rpc.channel import connect
 from twostroke.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from twostroke.v1.engine_pb2 import SamplingParams, TokenSequence
-from twostroke.v1.inference_pb2 import GenerateRequest, GenerateResponse
+from twostroke.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateRequest, GenerateResponse
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -130,6 +131,33 @@ async def test_n_2_stop_strings_and_log_probabilities_work_over_http(client: ope
         assert choice.logprobs is not None
         assert choice.logprobs.tokens is not None
         assert "".join(choice.logprobs.tokens).startswith(choice.text)
+
+
+async def test_responses_messages_and_structured_outputs_go_through_two_pools(client: openai.AsyncOpenAI) -> None:
+    question = "What is the capital of France?"
+    response = await client.responses.create(model=MODEL, input=question, temperature=0, max_output_tokens=20)
+    assert response.output_text == "The capital of France is Paris."
+    body = {"model": MODEL, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 20}
+    message = await client.post("/messages", body=body, cast_to=httpx.Response)
+    assert message.json()["content"][0]["text"] == "The capital of France is Paris."
+    chosen = await client.completions.create(
+        model=MODEL,
+        prompt="Answer:",
+        temperature=0,
+        extra_body={"structured_outputs": {"choice": ["red", "blue"]}},
+    )
+    assert chosen.choices[0].text in ("red", "blue")
+
+
+async def test_text_and_chat_over_grpc(channel: grpc.aio.Channel) -> None:
+    async def text_of(request: GenerateRequest) -> str:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=60)
+        return "".join([piece.text async for piece in call])
+
+    chat = ChatMessages(messages=[ChatMessage(role="user", content="What is the capital of France?")])
+    greedy = SamplingParams(temperature=0, max_tokens=20, stop=[" 6"])
+    assert await text_of(GenerateRequest(chat=chat, sampling=greedy)) == "The capital of France is Paris."
+    assert await text_of(GenerateRequest(text="Count: 1, 2, 3,", sampling=greedy)) == " 4, 5,"
 
 
 async def test_a_prompt_longer_than_the_model_is_a_400_that_names_the_limit(client: openai.AsyncOpenAI) -> None:

@@ -73,7 +73,10 @@ REFUSED_FIELDS: dict[str, Any] = {
 def to_wire(params: SamplingParams) -> pb.SamplingParams:
     """Encodes. Raises UnsupportedFieldError naming the first field that cannot be served."""
     for name, nothing in REFUSED_FIELDS.items():
-        if (value := getattr(params, name)) is not None and value != nothing:
+        value = getattr(params, name)
+        # vLLM's responses route sets an empty dictionary where nothing was asked for.
+        unset = value is None or (isinstance(value, dict) and not value)
+        if not unset and (nothing is None or value != nothing):
             public = {"extra_args": "vllm_xargs"}.get(name, name.lstrip("_"))
             raise UnsupportedFieldError(f"{public} is not supported through two pools; leave it out")
     wire = pb.SamplingParams()
