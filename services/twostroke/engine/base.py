@@ -19,8 +19,19 @@ from enum import Enum
 from typing import Protocol
 
 from twostroke.errors import TwostrokeError
+from twostroke.kv.link import LinkReport
 from twostroke.v1.engine_pb2 import EngineRequest, Finish, Logprobs, PromptStats
-from twostroke.v1.kv_pb2 import Handoff, KvLayout
+from twostroke.v1.kv_pb2 import Handoff, KvEndpoint, KvLayout
+
+__all__ = [
+    "Engine",
+    "EngineInfo",
+    "EngineLoad",
+    "EngineOutput",
+    "EngineStep",
+    "LinkReport",
+    "Stroke",
+]
 
 
 class Stroke(Enum):
@@ -51,6 +62,8 @@ class EngineInfo:
     layout: KvLayout
     start_phases: tuple[tuple[str, float], ...] = ()
     """Parts of the start with their durations in milliseconds, in order."""
+    kv_endpoint: KvEndpoint = field(default_factory=KvEndpoint)
+    """Where other engines read its KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,8 @@ class EngineLoad:
     used_blocks: int = 0
     """Blocks in use, held ones included; blocks that only cache a prefix are free."""
     held_handoffs: int = 0
+    held_blocks: int = 0
+    """Blocks that wait for decode workers to fetch them."""
     kv_received_bytes: int = 0
     kv_received_handoffs: int = 0
     computed_prompt_tokens: int = 0
@@ -114,7 +129,8 @@ class Engine(Protocol):
     async def admit(self, request: EngineRequest, stroke: Stroke, handoff: Handoff | None = None) -> None:
         """Queues a request. Its outputs come from `next_step`, the last one with `done` set.
 
-        handoff is given for DECODE only. Raises InvalidRequestError (nothing was queued then), EngineError.
+        handoff is given for DECODE only. One that is in progress is fetched while prefill computes, and brings the
+        first token when the request has none. Raises InvalidRequestError (nothing was queued then), EngineError.
         """
         ...
 
@@ -125,6 +141,18 @@ class Engine(Protocol):
 
     async def release(self, request_ids: Sequence[str]) -> int:
         """Frees KV held by finished PREFILL strokes that nobody will read. Returns how many of the ids held any."""
+        ...
+
+    async def probe(self, worker_id: str, epoch: str, endpoint: KvEndpoint) -> LinkReport:
+        """Reads a known pattern out of another engine's memory and checks it.
+
+        Raises KvCorruptError for wrong bytes, WorkerLostError or DeadlineError when it cannot be reached. Cancellation
+        gives up.
+        """
+        ...
+
+    async def drop_peer(self, worker_id: str, epoch: str) -> None:
+        """Forgets an epoch of another engine that has ended. Requests that wait for its KV fail with KvLostError."""
         ...
 
     async def next_step(self) -> EngineStep:

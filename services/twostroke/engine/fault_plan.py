@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Annotated, Literal
 
@@ -79,8 +80,19 @@ class Refuse(_Fault):
     """Requests."""
 
 
+class Cut(_Fault):
+    """Nothing can be read from one other worker, by probes and hand-offs alike."""
+
+    fault: Literal["cut"]
+    worker: str
+    at_read: int = Field(1, ge=1)
+    """Counts the probes of that worker and the hand-offs from it."""
+    count: int | None = Field(None, ge=1)
+    """Probes and hand-offs; None is all from then on."""
+
+
 StepFault = Stall | Crash | Exit | Slow
-Fault = StepFault | Corrupt | Refuse
+Fault = StepFault | Corrupt | Refuse | Cut
 
 _PLAN = TypeAdapter(list[Annotated[Fault, Field(discriminator="fault")]])
 
@@ -119,6 +131,7 @@ class FaultPlan:
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._faults = list(faults)
         self._slow: list[tuple[float, int | None]] = []
+        self._reads: Counter[str] = Counter()
 
     def refuses(self, ordinal: int) -> bool:
         """Whether the request with this number is to be refused."""
@@ -134,6 +147,18 @@ class FaultPlan:
             for fault in self._faults
             if isinstance(fault, Corrupt) and fault.at_request <= number < fault.at_request + fault.count
         ]
+
+    def cuts(self, worker_id: str) -> bool:
+        """Whether the next read from that worker is to fail; counts it as done."""
+        self._reads[worker_id] += 1
+        number = self._reads[worker_id]
+        return any(
+            isinstance(fault, Cut)
+            and fault.worker == worker_id
+            and fault.at_read <= number
+            and (fault.count is None or number < fault.at_read + fault.count)
+            for fault in self._faults
+        )
 
     def due(self, step: int, ordinals: Collection[int]) -> list[Stall | Crash | Exit]:
         """What happens before the step with this number, whose new requests have these numbers."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostroke.config import WorkerSettings
-from twostroke.engine.base import EngineInfo, EngineLoad, EngineOutput, EngineStep, Stroke
+from twostroke.engine.base import EngineInfo, EngineLoad, EngineOutput, EngineStep, LinkReport, Stroke
 from twostroke.engine.fault_plan import EXIT_STATUS, Crash, Exit, FaultPlan, Stall, parse_faults
 from twostroke.engine.reference_admission import sequence_of
 from twostroke.engine.reference_core import Core, Limits
@@ -31,14 +31,18 @@ from twostroke.engine.reference_model import (
     layout,
 )
 from twostroke.engine.reference_pool import BlockPool
+from twostroke.engine.reference_receive import Inbox, probe
 from twostroke.engine.reference_schedule import Plan, Scheduler
-from twostroke.errors import ConfigError, EngineError, InvalidRequestError, OverloadedError
+from twostroke.engine.reference_sequence import Sequence as Request
+from twostroke.errors import ConfigError, EngineError, InvalidRequestError, OverloadedError, WorkerLostError
 from twostroke.kv.shm import SHM_FOLDER, Segment, remove_stale
 from twostroke.v1.engine_pb2 import EngineRequest
-from twostroke.v1.kv_pb2 import Handoff
+from twostroke.v1.kv_pb2 import Handoff, KvEndpoint
 
 HOLD_POLL_S = 0.02
 """How often an idle engine looks for acknowledgements and for leases that ended."""
+RECEIVE_POLL_S = 0.002
+"""How often an idle engine looks for KV that it fetches."""
 
 
 @dataclass(slots=True)
@@ -115,6 +119,7 @@ class ReferenceEngine:
             max_sequences=settings.max_sequences,
             layout=layout(limits.block_size_tokens, limits.vocab_size),
             start_phases=(("segment", (time.perf_counter() - begin_s) * 1e3),),
+            kv_endpoint=KvEndpoint(addresses=[segment.name.encode()]),
         )
 
     async def admit(self, request: EngineRequest, stroke: Stroke, handoff: Handoff | None = None) -> None:
@@ -131,7 +136,17 @@ class ReferenceEngine:
         request_id = request.request_id
         if not request_id or request_id in core.sequences or request_id in core.holds:
             raise InvalidRequestError(f"request id {request_id!r} is empty or in use here")
-        core.add(sequence_of(request, stroke, handoff, self._limits, ordinal=self._asked, now_s=self._clock()))
+        core.add(
+            sequence_of(
+                request,
+                stroke,
+                handoff,
+                self._limits,
+                ordinal=self._asked,
+                now_s=self._clock(),
+                early=not self._settings.reference_late,
+            )
+        )
         self._wake.set()
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
@@ -149,10 +164,27 @@ class ReferenceEngine:
         self._wake.set()
         return sum(map(self._core.holds.release, request_ids))
 
+    async def probe(self, worker_id: str, epoch: str, endpoint: KvEndpoint) -> LinkReport:
+        """Reads the pattern in another engine's segment.
+
+        Raises KvCorruptError, LayoutMismatchError, and WorkerLostError when the segment or its owner is gone.
+        """
+        self._living_core()
+        if self._faults.cuts(worker_id):
+            raise WorkerLostError(f"the fault plan cuts the link from {worker_id}")
+        return probe(endpoint, epoch, self._limits.block_size_tokens, self._folder)
+
+    async def drop_peer(self, worker_id: str, epoch: str) -> None:
+        """Fails the requests that wait for KV of that epoch; attachments to it go with them."""
+        if self._core is not None:
+            self._core.drop_peer(worker_id, epoch)
+            self._wake.set()
+
     async def next_step(self) -> EngineStep:
         """The next step, or the load alone when it changed without a step.
 
-        `started` of a PREFILL stroke comes before its first step is computed. Cancellation leaves the step to the next
+        `started` of a PREFILL stroke comes before its first step is computed, with KV on offer unless it ends with its
+        first token. Cancellation leaves the step to the next
         call. Raises EngineError when the engine is closed, has crashed, or was never started.
         """
         while True:
@@ -160,15 +192,18 @@ class ReferenceEngine:
             core = self._living_core()
             self._wake.clear()
             core.holds.reap()
+            failures = core.receive()
             if self._step is None or not self._step.plan.rows:
                 plan = core.scheduler.plan()
                 self._step = _Step(plan) if plan.rows else None
-            if self._step is not None:
-                outputs = self._begin(self._step.plan) or await self._run(self._step, core)
+            if failures:
+                outputs = failures
+            elif self._step is not None:
+                outputs = self._begin(self._step.plan, core) or await self._run(self._step, core)
             elif core.load() != self._told:
                 outputs = []
             else:
-                await self._idle(HOLD_POLL_S if len(core.holds) else None)
+                await self._idle(RECEIVE_POLL_S if core.receives else HOLD_POLL_S if len(core.holds) else None)
                 continue
             self._told = core.load()
             return EngineStep(outputs, self._told)
@@ -180,6 +215,7 @@ class ReferenceEngine:
         self._closed.set()
         self._wake.set()
         if self._core is not None:
+            self._core.inbox.close()
             self._core.pool.segment.close()
 
     def _living_core(self) -> Core:
@@ -188,21 +224,18 @@ class ReferenceEngine:
         return self._core
 
     def _new_core(self, pool: BlockPool) -> Core:
-        settings = self._settings
+        settings, clock, faults = self._settings, self._clock, self._faults
         holds = Holds(
-            pool, worker_id=self._worker_id, epoch=self._epoch, lease_s=settings.kv_lease_s, clock=self._clock
+            pool, faults, worker_id=self._worker_id, epoch=self._epoch, lease_s=settings.kv_lease_s, clock=clock
         )
-        scheduler = Scheduler(pool, settings.step_budget_tokens, settings.max_sequences)
-        return Core(
-            pool,
-            scheduler,
-            holds,
-            self._faults,
-            self._limits,
-            clock=self._clock,
-            verify=self._verify,
-            folder=self._folder,
-        )
+        inbox = Inbox(pool, faults, clock=clock, stall_s=settings.kv_stall_s, verify=self._verify, folder=self._folder)
+
+        def give_up(sequence: Request) -> None:
+            holds.withdraw(sequence)
+            inbox.drop(sequence)
+
+        scheduler = Scheduler(pool, settings.step_budget_tokens, settings.max_sequences, give_up)
+        return Core(pool, scheduler, holds, inbox, self._limits, clock=clock)
 
     async def _idle(self, timeout_s: float | None) -> None:
         with suppress(TimeoutError):
@@ -214,7 +247,7 @@ class ReferenceEngine:
             self._living_core()
             await (self._sleep(left_s) if left_s < math.inf else self._closed.wait())
 
-    def _begin(self, plan: Plan) -> list[EngineOutput]:
+    def _begin(self, plan: Plan, core: Core) -> list[EngineOutput]:
         """Notes whose first step this is. Returns what is reported of it before the step is computed."""
         now_s = self._clock()
         outputs = []
@@ -223,7 +256,8 @@ class ReferenceEngine:
                 sequence.first_step_s = now_s
                 if sequence.stroke is Stroke.PREFILL:
                     sequence.announced = True
-                    outputs.append(EngineOutput(sequence.request_id, started=True))
+                    handoff = core.holds.begin(sequence) if sequence.early else None
+                    outputs.append(EngineOutput(sequence.request_id, started=True, handoff=handoff))
         return outputs
 
     async def _run(self, step: _Step, core: Core) -> list[EngineOutput]:

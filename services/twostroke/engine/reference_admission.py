@@ -5,20 +5,32 @@ from __future__ import annotations
 from twostroke.engine.base import Stroke
 from twostroke.engine.reference_core import Limits
 from twostroke.engine.reference_handoff import check_handoff
-from twostroke.engine.reference_rules import rules_of
+from twostroke.engine.reference_rules import Rules, rules_of
 from twostroke.engine.reference_sequence import Sequence
-from twostroke.errors import InvalidRequestError, PromptTooLongError
+from twostroke.errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError
 from twostroke.v1.engine_pb2 import EngineRequest
 from twostroke.v1.kv_pb2 import Handoff
 
 
 def sequence_of(
-    request: EngineRequest, stroke: Stroke, handoff: Handoff | None, limits: Limits, *, ordinal: int, now_s: float
+    request: EngineRequest,
+    stroke: Stroke,
+    handoff: Handoff | None,
+    limits: Limits,
+    *,
+    ordinal: int,
+    now_s: float,
+    early: bool,
 ) -> Sequence:
-    """A sequence that has not run. Raises UnsupportedFieldError, PromptTooLongError, InvalidRequestError."""
+    """A sequence that has not run. early: offer a prompt that is read for another worker from its first step on.
+
+    Raises UnsupportedFieldError, PromptTooLongError, InvalidRequestError.
+    """
     prompt, answer = list(request.prompt_token_ids), list(request.output_token_ids)
     tokens = prompt + answer
     _check_tokens(prompt, tokens, limits)
+    if request.HasField("adapter"):
+        raise UnsupportedFieldError(f"adapter {request.adapter.name!r}: the reference engine has no adapters")
     rules = rules_of(request.sampling, limits.vocab_size)
     if rules.max_tokens is not None and len(answer) >= rules.max_tokens:
         raise InvalidRequestError(f"max_tokens is {rules.max_tokens}, and {len(answer)} tokens are there already")
@@ -37,7 +49,12 @@ def sequence_of(
         tokens=tokens,
         admitted_s=now_s,
         handoff=handoff,
+        early=early and stroke is Stroke.PREFILL and not _ends_at_once(rules, len(prompt), limits),
     )
+
+
+def _ends_at_once(rules: Rules, prompt_tokens: int, limits: Limits) -> bool:
+    return rules.max_tokens == 1 or prompt_tokens + 1 >= limits.max_model_len_tokens
 
 
 def _check_tokens(prompt: list[int], tokens: list[int], limits: Limits) -> None:

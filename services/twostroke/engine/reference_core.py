@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
-from pathlib import Path
-
-import numpy as np
 
 from twostroke.engine.base import EngineLoad, EngineOutput, Stroke
-from twostroke.engine.fault_plan import FaultPlan
-from twostroke.engine.reference_handoff import Holds, fetch
+from twostroke.engine.reference_handoff import Holds
 from twostroke.engine.reference_pool import BlockPool
+from twostroke.engine.reference_receive import Inbox
 from twostroke.engine.reference_sampling import choose, finish_of, logprobs
 from twostroke.engine.reference_schedule import Plan, Scheduler
 from twostroke.engine.reference_sequence import Sequence
 from twostroke.engine.reference_step import compute_chunk, compute_decodes
-from twostroke.errors import TwostrokeError
-from twostroke.v1.kv_pb2 import Handoff
+from twostroke.errors import KvLostError, TwostrokeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +33,6 @@ class Counters:
     steps: int = 0
     generated_tokens: int = 0
     computed_prompt_tokens: int = 0
-    kv_received_bytes: int = 0
-    kv_received_handoffs: int = 0
-    handoffs: int = 0
 
 
 class Core:
@@ -50,23 +43,20 @@ class Core:
         pool: BlockPool,
         scheduler: Scheduler,
         holds: Holds,
-        faults: FaultPlan,
+        inbox: Inbox,
         limits: Limits,
         *,
         clock: Callable[[], float],
-        verify: bool,
-        folder: Path,
     ) -> None:
         self.pool = pool
         self.scheduler = scheduler
         self.holds = holds
+        self.inbox = inbox
         self.sequences: dict[str, Sequence] = {}
         self.counters = Counters()
-        self._faults = faults
         self._limits = limits
         self._clock = clock
-        self._verify = verify
-        self._folder = folder
+        self._lost: dict[str, KvLostError] = {}
 
     def add(self, sequence: Sequence) -> None:
         """Queues a request."""
@@ -80,17 +70,44 @@ class Core:
             self.scheduler.remove(sequence)
         return found
 
+    def drop_peer(self, worker_id: str, epoch: str) -> None:
+        """Fails, with the next `receive`, whatever waits for the KV of an epoch that is over."""
+        for sequence in self.sequences.values():
+            handoff = sequence.handoff
+            if handoff and (handoff.source_worker_id, handoff.source_epoch) == (worker_id, epoch):
+                self._lost[sequence.request_id] = KvLostError(f"epoch {epoch} of worker {worker_id} is over")
+
+    @property
+    def receives(self) -> bool:
+        """Whether KV is on its way."""
+        return any(sequence.handoff for sequence in self.scheduler.receiving)
+
+    def receive(self) -> list[EngineOutput]:
+        """Fetches the KV that is ready. Returns the failures."""
+        failures: dict[str, TwostrokeError] = {key: error for key, error in self._lost.items() if key in self.sequences}
+        self._lost = {}
+        self.scheduler.take_in()
+        for sequence in self.scheduler.receiving:
+            if sequence.handoff is not None and sequence.request_id not in failures:
+                try:
+                    self.inbox.poll(sequence, sequence.handoff)
+                except TwostrokeError as error:
+                    failures[sequence.request_id] = error
+        self.cancel(list(failures))
+        return [EngineOutput(request_id, failure=error, done=True) for request_id, error in failures.items()]
+
     def load(self) -> EngineLoad:
         """Where the engine stands now."""
         counters = self.counters
         return EngineLoad(
-            waiting_requests=len(self.scheduler.waiting),
+            waiting_requests=len(self.scheduler.waiting) + len(self.scheduler.receiving),
             running_requests=len(self.scheduler.running),
             pending_prompt_tokens=sum(sequence.pending_prompt_tokens for sequence in self.sequences.values()),
             used_blocks=self.pool.used_blocks,
             held_handoffs=len(self.holds),
-            kv_received_bytes=counters.kv_received_bytes,
-            kv_received_handoffs=counters.kv_received_handoffs,
+            held_blocks=self.holds.blocks,
+            kv_received_bytes=self.inbox.received_bytes,
+            kv_received_handoffs=self.inbox.received_handoffs,
             computed_prompt_tokens=counters.computed_prompt_tokens,
             generated_tokens=counters.generated_tokens,
             steps=counters.steps,
@@ -99,35 +116,26 @@ class Core:
     def carry_out(self, plan: Plan) -> list[EngineOutput]:
         """Computes a step: KV, then tokens, then what ends with them."""
         self.counters.steps += 1
-        outputs = []
         hashes: list[tuple[Sequence, int]] = []
         prompts = [(sequence, tokens) for sequence, tokens in plan.rows.items() if not sequence.decoding]
         decoding = [sequence for sequence in plan.rows if sequence.decoding]
         if decoding:
             hashes += zip(decoding, compute_decodes(decoding, self.pool), strict=True)
         for sequence, tokens in prompts:
-            try:
-                hash_ = self._read_prompt(sequence, tokens)
-            except TwostrokeError as error:
-                outputs.append(EngineOutput(sequence.request_id, failure=error, done=True))
-                continue
+            hash_ = self._read_prompt(sequence, tokens)
             if hash_ is not None:
                 hashes.append((sequence, hash_))
         now_s = self._clock()
-        outputs += [self._advance(sequence, hash_, now_s) for sequence, hash_ in hashes]
+        outputs = [self._advance(sequence, hash_, now_s) for sequence, hash_ in hashes]
         self.cancel([output.request_id for output in outputs if output.done])
         return outputs
 
     def _read_prompt(self, sequence: Sequence, tokens: int) -> int | None:
-        """Fetches what is on offer, computes so many tokens. Returns the next token's hash once none is missing."""
-        if sequence.handoff is not None:
-            copied = fetch(sequence, sequence.handoff, self.pool, verify=self._verify, folder=self._folder)
-            sequence.handoff = None
-            self.counters.kv_received_bytes += copied
-            self.counters.kv_received_handoffs += 1
+        """Computes so many tokens. Returns the next token's hash once none is missing."""
         before = sequence.computed_tokens
         hash_ = compute_chunk(sequence, tokens, self.pool)
         self.counters.computed_prompt_tokens += sequence.computed_tokens - before
+        self.holds.advance(sequence)
         return hash_
 
     def _advance(self, sequence: Sequence, hash_: int, now_s: float) -> EngineOutput:
@@ -146,17 +154,6 @@ class Core:
         length = len(sequence.tokens)
         output.finish = finish_of(rules, token, sequence.generated, length, limits.max_model_len_tokens)
         if output.finish is None and sequence.stroke is Stroke.PREFILL:
-            output.handoff = self._offer(sequence)
+            output.handoff = self.holds.complete(sequence, token)
         output.done = output.finish is not None or output.handoff is not None
         return output
-
-    def _offer(self, sequence: Sequence) -> Handoff:
-        handoff = self.holds.offer(sequence)
-        self.counters.handoffs += 1
-        for fault in self._faults.corruptions(self.counters.handoffs):
-            block = handoff.shm.block_ids[min(fault.block, handoff.blocks - 1)]
-            content = self.pool.segment.words[block].view(np.uint8)
-            content[fault.byte % len(content)] ^= 1
-            # The fault is of this hand-off only: nobody else is to compute with the block.
-            self.pool.forget(block)
-        return handoff

@@ -1,22 +1,31 @@
-"""Hand-offs of the reference engine: what a prefill worker holds, and how a decode worker fetches it."""
+"""What a prefill worker of the reference engine holds for decode workers: hand-offs, from their first step on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from twostroke.engine.reference_kv import KINDS, LAYERS, kv_words
+from twostroke.engine.fault_plan import Corrupt, FaultPlan
 from twostroke.engine.reference_model import block_words
 from twostroke.engine.reference_pool import BlockPool
 from twostroke.engine.reference_sequence import Sequence
-from twostroke.engine.reference_step import publish_full_blocks
-from twostroke.errors import InvalidRequestError, KvCorruptError
-from twostroke.kv.shm import WORD_BYTES, Hold, PeerSegment, Words
+from twostroke.errors import InvalidRequestError
+from twostroke.kv.shm import WORD_BYTES, Hold
 from twostroke.v1.kv_pb2 import Handoff, ShmTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    """An offer whose prompt is still being computed; the blocks are the sequence's."""
+
+    hold: Hold
+    faults: list[Corrupt]
+
+    def readable(self, computed_blocks: int) -> int:
+        # The prompt's own first token is chosen from these blocks: what is to be corrupt is so only after that.
+        return min([computed_blocks, *(fault.block for fault in self.faults)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +35,26 @@ class _Offer:
 
 
 class Holds:
-    """The hand-offs that wait to be fetched. Each ends by `release`, by the reader's word or by its lease."""
+    """The hand-offs on offer. One of a complete prompt ends by `release`, by the reader's word or by its lease."""
 
     def __init__(
-        self, pool: BlockPool, *, worker_id: str, epoch: str, lease_s: float, clock: Callable[[], float]
+        self,
+        pool: BlockPool,
+        faults: FaultPlan,
+        *,
+        worker_id: str,
+        epoch: str,
+        lease_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self._pool = pool
+        self._faults = faults
         self._worker_id = worker_id
         self._epoch = epoch
         self._lease_s = lease_s
         self._clock = clock
+        self._made = 0
+        self._early: dict[Sequence, _Early] = {}
         self._offers: dict[str, _Offer] = {}
 
     def __len__(self) -> int:
@@ -44,24 +63,38 @@ class Holds:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._offers
 
-    def offer(self, sequence: Sequence) -> Handoff:
+    @property
+    def blocks(self) -> int:
+        """Blocks that are kept for nothing but to be fetched."""
+        return sum(len(offer.hold.block_ids) for offer in self._offers.values())
+
+    def begin(self, sequence: Sequence) -> Handoff:
+        """Offers a prompt that is about to be computed. It has all its blocks; what the prefix cache had of them can be
+        read at once."""
+        early = self._early[sequence] = self._new(sequence)
+        self.advance(sequence)
+        return self._message(sequence, early.hold, in_progress=True)
+
+    def advance(self, sequence: Sequence) -> None:
+        """Lets readers have the blocks that are full."""
+        if early := self._early.get(sequence):
+            self._pool.segment.announce(early.hold, early.readable(sequence.computed // self._pool.block_size_tokens))
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Ends the offer of a prompt that will not be completed, before its blocks are given back."""
+        if early := self._early.pop(sequence, None):
+            self._pool.segment.drop(early.hold)
+
+    def complete(self, sequence: Sequence, first_token: int) -> Handoff:
         """Takes the prompt's blocks over from a sequence and holds them. Its other blocks stay with it."""
-        pool = self._pool
-        count = pool.blocks_for(sequence.prompt_tokens)
-        hold = Hold(tuple(sequence.blocks[:count]), pool.next_generation())
-        sequence.blocks = sequence.blocks[count:]
-        pool.segment.hold(hold)
+        early = self._early.pop(sequence, None) or self._new(sequence)
+        hold = early.hold
+        for fault in early.faults:
+            self._corrupt(hold.block_ids[min(fault.block, len(hold.block_ids) - 1)], fault.byte)
+        sequence.blocks = sequence.blocks[len(hold.block_ids) :]
         self._offers[sequence.request_id] = _Offer(hold, self._clock() + self._lease_s)
-        return Handoff(
-            handoff_id=sequence.request_id,
-            source_worker_id=self._worker_id,
-            source_epoch=self._epoch,
-            tokens=sequence.prompt_tokens,
-            blocks=count,
-            bytes=count * block_words(pool.block_size_tokens) * WORD_BYTES,
-            lease_ms=int(self._lease_s * 1000),
-            shm=ShmTransfer(segment=pool.segment.name, block_ids=hold.block_ids, hold_generation=hold.generation),
-        )
+        self._pool.segment.announce(hold, len(hold.block_ids), first_token)
+        return self._message(sequence, hold, in_progress=False)
 
     def release(self, request_id: str) -> bool:
         """Ends a hold; False when there is none."""
@@ -83,6 +116,33 @@ class Holds:
         for request_id in over:
             self.release(request_id)
 
+    def _new(self, sequence: Sequence) -> _Early:
+        pool = self._pool
+        self._made += 1
+        hold = Hold(tuple(sequence.blocks[: pool.blocks_for(sequence.prompt_tokens)]), pool.next_generation())
+        pool.segment.hold(hold)
+        return _Early(hold, self._faults.corruptions(self._made))
+
+    def _corrupt(self, block: int, byte: int) -> None:
+        content = self._pool.segment.words[block].view(np.uint8)
+        content[byte % len(content)] ^= 1
+        # The fault is of this hand-off only: nobody else is to compute with the block.
+        self._pool.forget(block)
+
+    def _message(self, sequence: Sequence, hold: Hold, *, in_progress: bool) -> Handoff:
+        blocks = len(hold.block_ids)
+        return Handoff(
+            handoff_id=sequence.request_id,
+            source_worker_id=self._worker_id,
+            source_epoch=self._epoch,
+            tokens=sequence.prompt_tokens,
+            blocks=blocks,
+            bytes=blocks * block_words(self._pool.block_size_tokens) * WORD_BYTES,
+            lease_ms=int(self._lease_s * 1000),
+            shm=ShmTransfer(segment=self._pool.segment.name, block_ids=hold.block_ids, hold_generation=hold.generation),
+            in_progress=in_progress,
+        )
+
 
 def check_handoff(handoff: Handoff, prompt_tokens: int, block_size_tokens: int) -> None:
     """Raises InvalidRequestError for a hand-off that cannot be this prompt's."""
@@ -100,46 +160,4 @@ def check_handoff(handoff: Handoff, prompt_tokens: int, block_size_tokens: int) 
         raise InvalidRequestError(
             f"hand-off {handoff.handoff_id} names {len(handoff.shm.block_ids)} blocks; "
             f"{prompt_tokens} tokens fill {blocks} of {block_size_tokens}"
-        )
-
-
-def fetch(sequence: Sequence, handoff: Handoff, pool: BlockPool, *, verify: bool, folder: Path) -> int:
-    """Copies the hand-off's blocks into those of the sequence, but for the ones that the prefix cache had.
-
-    Returns the bytes copied. Raises KvLostError, KvCorruptError, LayoutMismatchError, InvalidRequestError; the source
-    keeps its hold then.
-    """
-    first = sequence.fetch_from
-    own = sequence.blocks[first : pool.blocks_for(sequence.prompt_tokens)]
-    hold = Hold(tuple(handoff.shm.block_ids), handoff.shm.hold_generation)
-    peer = PeerSegment.attach(
-        handoff.shm.segment,
-        epoch=handoff.source_epoch,
-        block_words=block_words(pool.block_size_tokens),
-        folder=folder,
-    )
-    with closing(peer):
-        received = peer.read(hold, skip=first)
-        if verify:
-            _verify(received, sequence, handoff, pool.block_size_tokens)
-        pool.segment.words[own] = received
-        peer.acknowledge(hold)
-    sequence.transferred_tokens = sequence.prompt_tokens - sequence.cached_tokens
-    publish_full_blocks(sequence, first, sequence.prompt_tokens // pool.block_size_tokens, pool)
-    return int(received.nbytes)
-
-
-def _verify(received: Words, sequence: Sequence, handoff: Handoff, size: int) -> None:
-    """Raises KvCorruptError naming the first place that differs from what the prompt's KV must be."""
-    start = sequence.fetch_from * size
-    expected = kv_words(sequence.digests[start : sequence.prompt_tokens])
-    found = received.reshape(-1, LAYERS, KINDS, size).transpose(0, 3, 1, 2).reshape(-1, LAYERS, KINDS)
-    wrong = np.argwhere(found[: len(expected)] != expected)
-    if len(wrong):
-        position, layer, kind = wrong[0].tolist()
-        index = (start + position) // size
-        raise KvCorruptError(
-            f"hand-off {handoff.handoff_id} from {handoff.source_worker_id}: block {index} "
-            f"({handoff.shm.block_ids[index]} of segment {handoff.shm.segment}) is corrupt at layer {layer}, "
-            f"position {start + position}, {'KV'[kind]}"
         )

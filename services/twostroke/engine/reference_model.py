@@ -43,7 +43,7 @@ def layout(block_size_tokens: int, vocab_size: int) -> KvLayout:
         tensor_parallel=1,
         order="BLTNHC",
         connector="shm",
-        connector_version="1",
+        connector_version="2",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -14,7 +15,7 @@ _BY_ORDER = attrgetter("order")
 
 @dataclass(slots=True)
 class Plan:
-    """One step: tokens to compute per sequence. 0 means that fetched KV alone completes the sequence."""
+    """One step: tokens to compute per sequence. 0 means that its KV was fetched whole and was not read yet."""
 
     budget: int
     """Tokens that the step has room for."""
@@ -37,15 +38,24 @@ class Plan:
 class Scheduler:
     """Continuous batching: decoding sequences first, then begun prompts, then waiting ones, by priority and arrival.
 
-    A waiting sequence starts when blocks for all its tokens are free; they are taken chunk by chunk. When a running
-    sequence finds no block, the running sequence that is last in order loses its blocks and waits to be computed again.
+    A waiting sequence starts when blocks for all its tokens are free; they are taken chunk by chunk, but all at once
+    for what is handed over while it is computed, and for what is fetched, which runs when all of it has come. When a
+    running sequence finds no block, the running sequence that is last in order loses its blocks, waits, and is computed
+    again.
+
+    give_up: called before blocks of a sequence are given back.
     """
 
-    def __init__(self, pool: BlockPool, step_budget_tokens: int, max_sequences: int) -> None:
+    def __init__(
+        self, pool: BlockPool, step_budget_tokens: int, max_sequences: int, give_up: Callable[[Sequence], None]
+    ) -> None:
         self._pool = pool
         self._step_budget_tokens = step_budget_tokens
         self._max_sequences = max_sequences
+        self._give_up = give_up
         self.waiting: list[Sequence] = []
+        self.receiving: list[Sequence] = []
+        """They have their blocks, and wait for KV or for a place among the running."""
         self.running: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
@@ -54,20 +64,29 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out and frees its blocks."""
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
-        self._pool.give_back(sequence.blocks)
-        sequence.blocks = []
+        next(queue for queue in (self.running, self.receiving, self.waiting) if sequence in queue).remove(sequence)
+        self._free(sequence)
+
+    def take_in(self) -> None:
+        """Gives blocks to what is to be fetched, as far as it is its turn."""
+        nothing = Plan(0)
+        while self.waiting and self.waiting[0].handoff and self._start(self.waiting[0], nothing):
+            insort(self.receiving, self.waiting.pop(0), key=_BY_ORDER)
 
     def plan(self) -> Plan:
         """The next step; without rows when nothing can run."""
         plan = Plan(self._step_budget_tokens)
+        for sequence in [each for each in self.receiving if each.handoff is None]:
+            if len(self.running) < self._max_sequences:
+                self.receiving.remove(sequence)
+                insort(self.running, sequence, key=_BY_ORDER)
         for decoding in (True, False):
             for sequence in [running for running in self.running if running.decoding is decoding]:
                 tokens = min(sequence.missing, plan.budget)
-                if tokens and self._grow(sequence, tokens, plan):
+                if plan.budget and self._grow(sequence, tokens, plan):
                     plan.add(sequence, tokens)
         while self.waiting and len(self.running) < self._max_sequences and plan.budget:
-            if not self._start(self.waiting[0], plan):
+            if self.waiting[0].handoff or not self._start(self.waiting[0], plan):
                 break
             insort(self.running, self.waiting.pop(0), key=_BY_ORDER)
         return plan
@@ -88,9 +107,14 @@ class Scheduler:
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
         plan.drop(victim)
         self.running.remove(victim)
-        self._pool.give_back(victim.blocks)
+        self._free(victim)
         victim.restart()
         self.add(victim)
+
+    def _free(self, sequence: Sequence) -> None:
+        self._give_up(sequence)
+        self._pool.give_back(sequence.blocks)
+        sequence.blocks = []
 
     def _start(self, sequence: Sequence, plan: Plan) -> bool:
         pool = self._pool
@@ -104,10 +128,10 @@ class Scheduler:
         if not sequence.reported:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
             sequence.computed_tokens = 0
-        if sequence.handoff:
-            sequence.computed = sequence.prompt_tokens
         tokens = min(sequence.missing, plan.budget)
-        new = pool.blocks_for(sequence.computed + tokens) - len(cached)
-        sequence.blocks = [*cached, *pool.take(new)]
-        plan.add(sequence, tokens)
+        at_once = sequence.early or sequence.handoff
+        needed = pool.blocks_for(len(sequence.tokens) if at_once else sequence.computed + tokens)
+        sequence.blocks = [*cached, *pool.take(needed - len(cached))]
+        if not sequence.handoff:
+            plan.add(sequence, tokens)
         return True

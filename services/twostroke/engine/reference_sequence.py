@@ -31,6 +31,8 @@ class Sequence:
     admitted_s: float
     handoff: Handoff | None = None
     """KV still to be fetched."""
+    early: bool = False
+    """Its prompt is offered from the first step on, so it takes all its blocks at once."""
     digests: Words = field(init=False)
     """Digests of the tokens that were there when computing began, or began again."""
     blocks: list[int] = field(default_factory=list)
@@ -95,7 +97,17 @@ class Sequence:
         self.blocks = []
         self.computed = 0
         self.mixture = None
+        self.early = False
         self.digests = digests(self.tokens)
+
+    def received(self, first_token: int | None) -> None:
+        """The prompt's KV is in the blocks. first_token: prefill's; it counts where there is none yet."""
+        self.handoff = None
+        self.computed = self.prompt_tokens
+        self.transferred_tokens = self.prompt_tokens - self.cached_tokens
+        if first_token is not None and not self.generated:
+            self.tokens.append(first_token)
+            self.digests = digests(self.tokens)
 
     def prompt_stats(self, now_s: float) -> PromptStats:
         """What the prompt cost, when its first token is chosen at now_s."""

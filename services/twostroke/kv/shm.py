@@ -6,10 +6,14 @@ A segment is a file in /dev/shm, in 64-bit words:
     generations   one word per block: stamp of the moment its owner took it for new content
     holds         one word per block: generation of the live hold whose last block this is, else 0
     acknowledged  one word per block: generation of the hold that a reader has finished reading
+    ready         one word per block: how many blocks of the hold that ends here can be read, from its first on
+    first         one word per block: 1 + the token that follows the hold's prompt, 0 until it is known
+    pattern       what a probe reads, made from the owner's epoch
     blocks        the KV itself
 
 Stamps and hold generations come from one counter, so a block that was taken again after a hold began has a stamp above
 the hold's generation. Every hold ends in a block of its own, which is why one word per block is enough to find it.
+A hold may begin before its blocks are written; `ready` grows with them, and `first` is set before its last step.
 
 The owner keeps the file locked. The kernel drops the lock when the owner dies, however it dies and whatever its process
 id means elsewhere: readers refuse an unlocked segment, and the next engine that starts removes it.
@@ -22,7 +26,6 @@ import hashlib
 import mmap
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +34,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from twostroke.errors import ConfigError, InvalidRequestError, KvLostError, LayoutMismatchError
+from twostroke.errors import InvalidRequestError, KvCorruptError, KvLostError, LayoutMismatchError
+from twostroke.kv.shm_file import locked_file, no_room, open_live, require_room
 
 SHM_FOLDER = Path("/dev/shm")  # noqa: S108 -- shared memory is the point
 WORD_BYTES = 8
@@ -39,9 +43,12 @@ WORD_BYTES = 8
 Words = NDArray[np.uint64]
 
 _MAGIC = 0x74776F7374726B76
-_VERSION = 1
+_VERSION = 2
 _HEADER_WORDS = mmap.PAGESIZE // WORD_BYTES
 _EPOCH = slice(4, 6)
+_TABLES = 5
+PATTERN_BYTES = 64 << 10
+_PATTERN_WORDS = PATTERN_BYTES // WORD_BYTES
 _NAME = re.compile(r"twostroke-\d+-\d+-[0-9a-f]{8}")
 
 
@@ -55,7 +62,7 @@ class Hold:
 
 def segment_bytes(blocks: int, block_words: int) -> int:
     """Size of a segment."""
-    return (_HEADER_WORDS + blocks * (3 + block_words)) * WORD_BYTES
+    return (_HEADER_WORDS + _PATTERN_WORDS + blocks * (_TABLES + block_words)) * WORD_BYTES
 
 
 def remove_stale(folder: Path = SHM_FOLDER) -> list[str]:
@@ -83,16 +90,19 @@ class _Mapping:
         self._map = mmap.mmap(fd, segment_bytes(blocks, block_words))
         words: Words = np.frombuffer(self._map, dtype=np.uint64)
         self.header = words[:_HEADER_WORDS]
-        tables = words[_HEADER_WORDS : _HEADER_WORDS + 3 * blocks].reshape(3, blocks)
-        self.generations, self.holds, self.acknowledged = tables
-        self.words = words[_HEADER_WORDS + 3 * blocks :].reshape(blocks, block_words)
+        end = _HEADER_WORDS + _TABLES * blocks
+        tables = words[_HEADER_WORDS:end].reshape(_TABLES, blocks)
+        self.generations, self.holds, self.acknowledged, self.ready, self.first = tables
+        self.pattern = words[end : end + _PATTERN_WORDS]
+        self.words = words[end + _PATTERN_WORDS :].reshape(blocks, block_words)
         self.closed = False
 
     def unmap(self) -> None:
         """Gives the mapping up; memory that someone still looks at goes when they stop."""
         self.closed = True
         nothing: Words = np.empty(0, dtype=np.uint64)
-        self.header = self.generations = self.holds = self.acknowledged = nothing
+        self.header = self.generations = self.holds = self.acknowledged = self.ready = self.first = nothing
+        self.pattern = nothing
         self.words = nothing.reshape(0, 0)
         with suppress(BufferError):
             self._map.close()
@@ -114,8 +124,8 @@ class Segment(_Mapping):
     def create(cls, *, epoch: str, blocks: int, block_words: int, folder: Path = SHM_FOLDER) -> Segment:
         """Makes a segment whose memory is really there. Raises ConfigError when the folder has no room for it."""
         size = segment_bytes(blocks, block_words)
-        _require_room(folder, size, blocks)
-        path, fd = _locked_file(folder)
+        require_room(folder, size, blocks)
+        path, fd = locked_file(folder)
         try:
             # Without this, memory that runs out later is a SIGBUS in whoever touches it.
             os.posix_fallocate(fd, 0, size)
@@ -123,14 +133,25 @@ class Segment(_Mapping):
         except OSError as error:
             path.unlink()
             os.close(fd)
-            raise _no_room(folder, size, blocks) from error
+            raise no_room(folder, size, blocks) from error
         segment.header[:4] = (_MAGIC, _VERSION, blocks, block_words)
         segment.header[_EPOCH] = _epoch_words(epoch)
+        segment.pattern[:] = _pattern(epoch)
         return segment
 
     def hold(self, hold: Hold) -> None:
-        """Lets readers in."""
-        self.holds[hold.block_ids[-1]] = hold.generation
+        """Lets readers in; no block can be read yet."""
+        last = hold.block_ids[-1]
+        self.ready[last] = self.first[last] = 0
+        self.holds[last] = hold.generation
+
+    def announce(self, hold: Hold, blocks: int, first_token: int | None = None) -> None:
+        """Says that so many of the hold's blocks are written. first_token: what follows the prompt, with the last."""
+        last = hold.block_ids[-1]
+        if first_token is not None:
+            self.first[last] = 1 + first_token
+        # Readers take the token once all blocks are ready, so this comes after it.
+        self.ready[last] = blocks
 
     def drop(self, hold: Hold) -> None:
         """Tells readers that the hold is over; to be called before any of its blocks is taken again."""
@@ -167,7 +188,7 @@ class PeerSegment(_Mapping):
         """
         if not _NAME.fullmatch(name):
             raise InvalidRequestError(f"{name!r} is not the name of a KV segment")
-        fd = _open_live(folder / name)
+        fd = open_live(folder / name)
         try:
             size = os.fstat(fd).st_size
             header = np.frombuffer(os.pread(fd, 4 * WORD_BYTES, 0), dtype=np.uint64).tolist()
@@ -201,17 +222,44 @@ class PeerSegment(_Mapping):
                 f"generation {stamps[index]}, hold {hold.generation}"
             )
 
+    def check_owner(self) -> None:
+        """Raises KvLostError when the owner is dead."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        raise KvLostError(f"the worker that held the KV in segment {self.name} is dead")
+
+    def progress(self, hold: Hold) -> tuple[int, int | None]:
+        """How many of the hold's blocks can be read, and the token that follows the prompt once it is known.
+
+        Raises KvLostError when the hold is over.
+        """
+        self.check(hold)
+        last = hold.block_ids[-1]
+        ready, first = int(self.ready[last]), int(self.first[last])
+        self.check(hold)
+        return min(ready, len(hold.block_ids)), first - 1 if first else None
+
+    def probe(self, epoch: str) -> int:
+        """Reads the pattern; returns its bytes. Raises KvCorruptError when it is not that of the epoch."""
+        copied = self.pattern.copy()
+        if not np.array_equal(copied, _pattern(epoch)):
+            raise KvCorruptError(f"segment {self.name} does not show the pattern of its worker's epoch")
+        return int(copied.nbytes)
+
     def copy(self, block_ids: Sequence[int]) -> Words:
         """The blocks' words, shape (len(block_ids), block_words), unchecked."""
         return self.words[list(block_ids)]
 
-    def read(self, hold: Hold, skip: int = 0) -> Words:
-        """The hold's blocks from the skip-th on, shape (blocks - skip, block_words).
+    def read(self, hold: Hold, start: int = 0, stop: int | None = None) -> Words:
+        """The hold's blocks start to stop, shape (stop - start, block_words).
 
         Raises KvLostError when the hold was over before the copy, or became so while it was made.
         """
         self.check(hold)
-        copied = self.copy(hold.block_ids[skip:])
+        copied = self.copy(hold.block_ids[start:stop])
         self.check(hold)
         return copied
 
@@ -229,44 +277,8 @@ def _epoch_words(epoch: str) -> Words:
     return np.frombuffer(hashlib.blake2b(epoch.encode(), digest_size=16).digest(), dtype=np.uint64)
 
 
-def _no_room(folder: Path, size: int, blocks: int) -> ConfigError:
-    return ConfigError(
-        f"--reference-blocks {blocks} needs {size} bytes in {folder}, which has not so much room; "
-        f"lower --reference-blocks or enlarge {folder}"
-    )
-
-
-def _require_room(folder: Path, size: int, blocks: int) -> None:
-    try:
-        room = os.statvfs(folder)
-    except OSError as error:
-        raise ConfigError(f"the reference engine keeps KV in {folder}: {error.strerror}") from error
-    if size > room.f_bavail * room.f_frsize:
-        raise _no_room(folder, size, blocks)
-
-
-def _locked_file(folder: Path) -> tuple[Path, int]:
-    while True:
-        path = folder / f"twostroke-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        # Between these two calls another engine may take the file for a dead one's and remove it.
-        with suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink:
-                return path, fd
-        os.close(fd)
-
-
-def _open_live(path: Path) -> int:
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        raise KvLostError(f"segment {path.name} is gone; the worker that held the KV has ended") from None
-    except PermissionError:
-        raise LayoutMismatchError(f"segment {path.name} belongs to another user; run all workers as one") from None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return fd
-    os.close(fd)
-    raise KvLostError(f"the worker that held the KV in segment {path.name} is dead")
+def _pattern(epoch: str) -> Words:
+    # Every word differs from its neighbours, so that a page in the wrong place shows.
+    steps = np.arange(_PATTERN_WORDS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    pattern: Words = steps + _epoch_words(epoch)[0]
+    return pattern

@@ -6,27 +6,39 @@ import time
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs, EngineCoreRequest
 
 from twostroke.engine.base import Stroke
-from twostroke.engine.vllm.forced_tokens import FORCED_TOKENS_ARG
+from twostroke.engine.vllm.continuation import Continuation, continuation
+from twostroke.engine.vllm.forced_tokens import BROUGHT_ARG, FORCED_TOKENS_ARG
 from twostroke.engine.vllm.logprobs import to_wire as logprobs_to_wire
-from twostroke.engine.vllm.nixl import from_wire as nixl_from_wire
-from twostroke.engine.vllm.nixl import request_params
-from twostroke.engine.vllm.nixl import to_wire as nixl_to_wire
 from twostroke.engine.vllm.sampling import from_wire as sampling_from_wire
 from twostroke.v1 import engine_pb2 as pb
-from twostroke.v1.kv_pb2 import Handoff
 
-__all__ = ["core_request", "layout_order", "logprobs_to_wire", "nixl_to_wire", "no_outputs", "prompt_stats"]
+__all__ = [
+    "Continuation",
+    "continuation",
+    "core_request",
+    "layout_order",
+    "logprobs_to_wire",
+    "no_outputs",
+    "prompt_stats",
+]
 
 
 def core_request(
-    request: pb.EngineRequest, stroke: Stroke, handoff: Handoff | None, max_tokens: int, *, hold: bool
+    request: pb.EngineRequest,
+    stroke: Stroke,
+    max_tokens: int,
+    going_on: Continuation,
+    lora: LoRARequest | None,
+    kv_transfer: dict[str, Any] | None,
 ) -> EngineCoreRequest:
     """What vLLM's engine core is given.
 
-    max_tokens: the limit of the whole answer, already cut to the model's length. hold: keep the prompt's KV afterwards.
+    max_tokens: the limit of the whole answer, already cut to the model's length. going_on: how it is given the tokens
+    that the request has already. lora: what the request's adapter is to vLLM. kv_transfer: the connector's parameters.
     Raises ValueError for sampling parameters out of range.
     """
     sampling = sampling_from_wire(request.sampling)
@@ -35,26 +47,28 @@ def core_request(
         sampling.max_tokens = 1
         # One token is all that prefill writes; that it may not end the answer is what min_tokens asks of it.
         sampling.min_tokens = min(1, sampling.min_tokens)
-        if hold:
-            extra["kv_transfer_params"] = request_params()
     else:
-        sampling.max_tokens = max_tokens
-        if handoff is not None:
-            extra["kv_transfer_params"] = nixl_from_wire(handoff.nixl)
-            # Prefill reported them; they would make decode compute the prompt again.
+        sampling.max_tokens = max_tokens - len(going_on.appended)
+        sampling.min_tokens = max(0, sampling.min_tokens - len(going_on.appended))
+        if going_on.appended or going_on.forced or going_on.brought:
+            # They went out with the first token; they would make decode compute the prompt again.
             sampling.prompt_logprobs = None
             sampling.skip_reading_prefix_cache = False
-        if request.output_token_ids:
-            extra[FORCED_TOKENS_ARG] = list(request.output_token_ids)
+        if going_on.forced:
+            extra[FORCED_TOKENS_ARG] = list(going_on.forced)
+        if going_on.brought:
+            extra[BROUGHT_ARG] = request.request_id
+    if kv_transfer is not None:
+        extra["kv_transfer_params"] = kv_transfer
     sampling.extra_args = extra or None
     return EngineCoreRequest(
         request_id=request.request_id,
-        prompt_token_ids=list(request.prompt_token_ids),
+        prompt_token_ids=[*request.prompt_token_ids, *going_on.appended],
         mm_features=None,
         sampling_params=sampling,
         pooling_params=None,
         arrival_time=time.time(),
-        lora_request=None,
+        lora_request=lora,
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
         data_parallel_rank=None,
         priority=request.priority,
@@ -72,8 +86,11 @@ def no_outputs() -> EngineCoreOutputs:
     return EngineCoreOutputs()
 
 
-def prompt_stats(output: Any, admitted_s: float) -> pb.PromptStats:
-    """What the prompt cost, from the first output of a request. admitted_s: monotonic time of its admission."""
+def prompt_stats(output: Any, admitted_s: float, appended: int) -> pb.PromptStats:
+    """What the prompt cost, from the first output of a request.
+
+    admitted_s: monotonic time of its admission. appended: tokens at the end of its prompt that are not of the prompt.
+    """
     now = time.monotonic()
     scheduled = next(
         (event.timestamp for event in output.events or () if event.type == EngineCoreEventType.SCHEDULED), now
@@ -81,11 +98,11 @@ def prompt_stats(output: Any, admitted_s: float) -> pb.PromptStats:
     stats = output.prefill_stats
     wire = pb.PromptStats(queue_ms=(scheduled - admitted_s) * 1000, run_ms=(now - scheduled) * 1000)
     if stats is not None:
-        wire.prompt_tokens = stats.num_prompt_tokens
+        wire.prompt_tokens = stats.num_prompt_tokens - appended
         wire.cached_tokens = stats.num_local_cached_tokens
         wire.transferred_tokens = stats.num_external_cached_tokens
         # vLLM counts a fetched prompt as computed nowhere, but runs its last token again to choose the next from it.
-        wire.computed_tokens = max(1, stats.num_computed_tokens)
+        wire.computed_tokens = max(1, stats.num_computed_tokens - appended)
     return wire
 
 

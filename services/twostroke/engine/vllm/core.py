@@ -8,11 +8,11 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twostroke.config import WorkerSettings
-from twostroke.engine.base import EngineInfo, EngineLoad, EngineOutput, EngineStep, Stroke
+from twostroke.engine.base import EngineInfo, EngineLoad, EngineOutput, EngineStep, LinkReport, Stroke
+from twostroke.engine.vllm.handoffs import Failed, Handoffs, News, NixlHandoffs, Source, Started
 from twostroke.engine.vllm.launch import Phases, create_config, prepare_environment, start_client
 from twostroke.errors import (
     EngineError,
@@ -22,9 +22,12 @@ from twostroke.errors import (
     PromptTooLongError,
     UnsupportedFieldError,
 )
-from twostroke.kv.layout import block_bytes, model_digest
+from twostroke.kv.layout import block_bytes
 from twostroke.v1 import engine_pb2 as pb
-from twostroke.v1.kv_pb2 import Handoff, KvLayout
+from twostroke.v1.kv_pb2 import Handoff, KvEndpoint
+
+if TYPE_CHECKING:
+    from twostroke.engine.vllm import codec
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +44,14 @@ class _Request:
     admitted_s: float
     ends_with_first: bool
     """One token is all that the client wants, so nothing is handed over."""
-    forced: tuple[int, ...] = ()
-    """Tokens that the engine takes again and that must not be reported."""
+    going_on: codec.Continuation
+    """Tokens that the request has already; the forced ones come again and must not be reported."""
     repeated: int = 0
     started: bool = False
+    reported: bool = False
+    """What the prompt cost has been reported."""
+    recomputed: int = 0
+    """Prompt tokens that did not arrive and are computed here."""
 
 
 class VllmEngine:
@@ -55,7 +62,8 @@ class VllmEngine:
         self._worker_id = worker_id
         self._epoch = epoch
         self._requests: dict[str, _Request] = {}
-        self._held: set[str] = set()
+        self._early: list[EngineOutput] = []
+        """Outputs that vLLM did not bring."""
         self._load = EngineLoad()
         self._client: Any = None
         self._background: set[asyncio.Task[Any]] = set()
@@ -70,65 +78,62 @@ class VllmEngine:
 
             # Not before: they import vLLM.
             from twostroke.engine.vllm import codec
+            from twostroke.engine.vllm.adapters import Adapters
+            from twostroke.engine.vllm.describe import engine_info, kv_layout
         self._codec = codec
+        settings = self._settings
         with phases.measure("read configuration"):
-            self._config = create_config(self._settings, f"{self._worker_id}-{self._epoch}")
+            self._handoffs = self._new_handoffs()
+            arguments = self._handoffs.arguments(settings, f"{self._worker_id}-{self._epoch}")
+            self._config = create_config(settings, arguments)
+            self._handoffs.adjust(self._config)
         with phases.measure("start engine"):
             self._client = start_client(self._config)
+            self._adapters = Adapters(self._client.add_lora_async, self._settings.max_loras, self._worker_id)
+            endpoint = await self._handoffs.attach(self._client, self._hear)
         with phases.measure("pin cores"):
-            cores = _core_list(self._settings.cores)
-            await self._client.collective_rpc_async("twostroke_pin", args=(cores,))
-        self._layout = self._describe_layout(vllm.__version__)
-        self._block_bytes = block_bytes(self._layout, self._config.model_config.dtype.itemsize)
-        return self._describe(vllm.__version__, phases)
-
-    def _describe_layout(self, version: str) -> KvLayout:
-        model, cache = self._config.model_config, self._config.cache_config
-        folder = Path(model.model)
-        return KvLayout(
-            model_digest=model_digest(folder) if folder.is_dir() else f"{model.model}@{model.revision or 'main'}",
-            dtype=str(model.dtype).removeprefix("torch.") if cache.cache_dtype == "auto" else cache.cache_dtype,
-            block_size_tokens=cache.block_size,
-            layers=model.get_num_layers(self._config.parallel_config),
-            kv_heads=model.get_total_num_kv_heads(),
-            head_size=model.get_head_size(),
-            tensor_parallel=self._config.parallel_config.tensor_parallel_size,
-            order=self._codec.layout_order(),
-            connector=self._settings.kv_connector,
-            connector_version=f"vllm {version}",
+            await self._client.collective_rpc_async("twostroke_pin", args=(_core_list(settings.cores),))
+        if settings.step_log:
+            await self._client.collective_rpc_async("twostroke_log_steps", args=(settings.step_log,))
+        layout = kv_layout(self._config, settings.kv_connector, vllm.__version__)
+        self._source = Source(
+            self._worker_id,
+            self._epoch,
+            settings.kv_lease_s * 1000,
+            layout.block_size_tokens,
+            block_bytes(layout, self._config.model_config.dtype.itemsize),
         )
+        self._info = engine_info(self._config, layout, vllm.__version__, phases.durations_ms, endpoint)
+        return self._info
 
-    def _describe(self, version: str, phases: Phases) -> EngineInfo:
-        self._total_blocks = self._config.cache_config.num_gpu_blocks
-        return EngineInfo(
-            engine="vllm",
-            engine_version=version,
-            model=self._config.model_config.model,
-            max_model_len_tokens=self._config.model_config.max_model_len,
-            vocab_size=self._config.model_config.get_vocab_size(),
-            total_blocks=self._total_blocks,
-            step_budget_tokens=self._config.scheduler_config.max_num_batched_tokens,
-            max_sequences=self._config.scheduler_config.max_num_seqs,
-            layout=self._layout,
-            start_phases=tuple(phases.durations_ms),
-        )
+    def _new_handoffs(self) -> Handoffs:
+        if self._settings.kv_connector == "nixl":
+            return NixlHandoffs()
+        from twostroke.engine.vllm.direct.handoffs import DirectHandoffs
+
+        return DirectHandoffs(self._worker_id, self._epoch)
 
     async def admit(self, request: pb.EngineRequest, stroke: Stroke, handoff: Handoff | None = None) -> None:
         """Queues a request; see Engine.admit."""
         self._validate(request, stroke, handoff)
+        lora = await self._adapters.get(request.adapter) if request.HasField("adapter") else None
         room = self._config.model_config.max_model_len - len(request.prompt_token_ids)
         limit = min(request.sampling.max_tokens, room) if request.sampling.HasField("max_tokens") else room
+        going_on = self._codec.continuation(request, handoff)
+        kv_transfer = None
+        if stroke is Stroke.PREFILL and limit > 1:
+            kv_transfer = self._handoffs.offer()
+        elif handoff is not None:
+            kv_transfer = self._handoffs.fetch(handoff, token_known=not going_on.brought)
         self._requests[request.request_id] = _Request(
             stroke,
             len(request.prompt_token_ids),
             time.monotonic(),
             ends_with_first=stroke is Stroke.PREFILL and limit <= 1,
-            forced=tuple(request.output_token_ids),
+            going_on=going_on,
         )
         try:
-            core_request = self._codec.core_request(
-                request, stroke, handoff, limit, hold=stroke is Stroke.PREFILL and limit > 1
-            )
+            core_request = self._codec.core_request(request, stroke, limit, going_on, lora, kv_transfer)
             await self._client.add_request_async(core_request)
         except ValueError as error:
             del self._requests[request.request_id]
@@ -153,26 +158,52 @@ class VllmEngine:
             raise InvalidRequestError(f"token id {largest} is not below the model's vocabulary size of {vocab_size}")
         if stroke is Stroke.PREFILL and request.output_token_ids:
             raise UnsupportedFieldError("output_token_ids cannot be continued by a prefill; admit for the whole")
-        if handoff is not None and handoff.WhichOneof("transport") != "nixl":
-            raise InvalidRequestError(f"this worker fetches KV by nixl, not by {handoff.WhichOneof('transport')}")
+        if handoff is not None and handoff.WhichOneof("transport") != self._handoffs.transport:
+            here, there = self._handoffs.transport, handoff.WhichOneof("transport")
+            raise InvalidRequestError(f"this worker fetches KV by {here}, not by {there}; use one --kv-connector")
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """Aborts requests, and releases held ones."""
         known = [request_id for request_id in request_ids if self._requests.pop(request_id, None)]
         if known:
             await self._client.abort_requests_async(known)
-        await self.release([request_id for request_id in request_ids if request_id in self._held])
+        await self.release(request_ids)
 
     async def release(self, request_ids: Sequence[str]) -> int:
         """Frees held KV; the engine reports the blocks as free after its next step."""
-        held = [request_id for request_id in request_ids if request_id in self._held]
-        if not held:
-            return 0
-        self._held.difference_update(held)
-        # Nothing may step after this to tell that they are gone.
+        released = await self._handoffs.release(request_ids)
+        if released:
+            # Nothing may step after this to tell that they are gone.
+            self._wake()
+        return released
+
+    def _wake(self) -> None:
         self._client.outputs_queue.put_nowait(self._codec.no_outputs())
-        released = await self._client.collective_rpc_async("twostroke_release", args=(held,))
-        return int(max(released))
+
+    async def probe(self, worker_id: str, epoch: str, endpoint: KvEndpoint) -> LinkReport:
+        """Tries the link to another engine."""
+        return await self._handoffs.probe(worker_id, epoch, endpoint)
+
+    async def drop_peer(self, worker_id: str, epoch: str) -> None:
+        """Forgets an epoch of another engine."""
+        self._handoffs.drop_peer(worker_id, epoch)
+
+    def _hear(self, news: News) -> None:
+        """What the connector tells outside of steps."""
+        state = self._requests.get(news.request_id)
+        if state is None:
+            return
+        if isinstance(news, Started):
+            state.started = True
+            handoff = self._handoffs.describe(self._source, news.request_id, state.prompt_tokens, news.params)
+            handoff.in_progress = True
+            self._early.append(EngineOutput(news.request_id, started=True, handoff=handoff))
+        elif isinstance(news, Failed):
+            del self._requests[news.request_id]
+            self._early.append(EngineOutput(news.request_id, failure=news.error, done=True))
+        else:
+            state.recomputed += news.tokens
+        self._wake()
 
     async def next_step(self) -> EngineStep:
         """Waits for vLLM's next outputs."""
@@ -183,15 +214,18 @@ class VllmEngine:
         except EngineDeadError as error:
             raise EngineError("vLLM's engine died; its own message is in the log") from error
         converted = [self._convert(output) for output in outputs.outputs if output.request_id in self._requests]
+        early, self._early = self._early, []
         self._count(outputs.scheduler_stats, converted)
-        return EngineStep([output for output in converted if output is not None], self._load)
+        return EngineStep([*early, *converted], self._load)
 
-    def _convert(self, output: Any) -> EngineOutput | None:
+    def _convert(self, output: Any) -> EngineOutput:
         state = self._requests[output.request_id]
         result = EngineOutput(output.request_id, started=not state.started, done=output.finish_reason is not None)
-        if not state.started:
-            state.started = True
-            result.prompt = self._codec.prompt_stats(output, state.admitted_s)
+        state.started = True
+        if not state.reported:
+            state.reported = True
+            result.prompt = self._codec.prompt_stats(output, state.admitted_s, len(state.going_on.appended))
+            result.prompt.computed_tokens += state.recomputed
             result.prompt_logprobs = self._codec.logprobs_to_wire(output.new_prompt_logprobs_tensors)
         skipped = self._skip_forced(state, output, result)
         result.token_ids = output.new_token_ids[skipped:]
@@ -201,8 +235,12 @@ class VllmEngine:
         return result
 
     def _skip_forced(self, state: _Request, output: Any, result: EngineOutput) -> int:
-        skipped = min(len(state.forced) - state.repeated, len(output.new_token_ids))
-        expected = state.forced[state.repeated : state.repeated + skipped]
+        forced = state.going_on.forced
+        if state.going_on.brought:
+            # Which one it was, prefill has told.
+            forced = tuple(output.new_token_ids[:1]) if state.repeated == 0 else (0,)
+        skipped = min(len(forced) - state.repeated, len(output.new_token_ids))
+        expected = forced[state.repeated : state.repeated + skipped]
         state.repeated += skipped
         if tuple(output.new_token_ids[:skipped]) != expected:
             result.failure = KvCorruptError(
@@ -220,13 +258,14 @@ class VllmEngine:
             return
         handed_over = state.stroke is Stroke.PREFILL and not state.ends_with_first and reason == 1
         if handed_over:
-            self._held.add(request_id)
-            result.handoff = self._handoff(request_id, state, output.kv_transfer_params)
+            result.handoff = self._handoffs.describe(
+                self._source, request_id, state.prompt_tokens, output.kv_transfer_params
+            )
             return
         result.finish = self._finish(reason, output.stop_reason)
         if state.stroke is Stroke.PREFILL and output.kv_transfer_params:
             # The stock connector holds KV of answers that ended on the first token, too.
-            self._held.add(request_id)
+            self._handoffs.describe(self._source, request_id, state.prompt_tokens, output.kv_transfer_params)
             self._in_background(self.release([request_id]))
 
     def _in_background(self, work: Any) -> None:
@@ -242,44 +281,26 @@ class VllmEngine:
             finish.stop_string = stop_reason
         return finish
 
-    def _handoff(self, request_id: str, state: _Request, params: dict[str, Any]) -> Handoff:
-        transfer = self._codec.nixl_to_wire(params)
-        blocks = sum(len(group.block_ids) for group in transfer.groups)
-        return Handoff(
-            handoff_id=request_id,
-            source_worker_id=self._worker_id,
-            source_epoch=self._epoch,
-            tokens=state.prompt_tokens,
-            blocks=blocks,
-            bytes=blocks * self._block_bytes,
-            lease_ms=self._settings.kv_lease_s * 1000,
-            nixl=transfer,
-        )
-
-    def _count(self, stats: Any, outputs: Sequence[EngineOutput | None]) -> None:
+    def _count(self, stats: Any, outputs: Sequence[EngineOutput]) -> None:
         load = self._load
-        if stats is not None and not stats.kv_cache_usage:
-            # A lease that ended, or a decode worker that read, frees held KV without telling this process.
-            self._held.clear()
-        prompts = [output.prompt for output in outputs if output is not None and output.prompt is not None]
+        prompts = [output.prompt for output in outputs if output.prompt is not None]
         self._load = replace(
             load,
-            held_handoffs=len(self._held),
-            pending_prompt_tokens=sum(r.prompt_tokens for r in self._requests.values() if not r.started),
+            pending_prompt_tokens=sum(r.prompt_tokens for r in self._requests.values() if not r.reported),
             computed_prompt_tokens=load.computed_prompt_tokens + sum(prompt.computed_tokens for prompt in prompts),
-            generated_tokens=load.generated_tokens + sum(len(o.token_ids) for o in outputs if o is not None),
+            generated_tokens=load.generated_tokens + sum(len(output.token_ids) for output in outputs),
             steps=load.steps + (stats is not None),
         )
         if stats is None:
             return
-        received = list((stats.kv_connector_stats or {}).get("bytes_transferred", ()))
-        self._load = replace(
-            self._load,
-            waiting_requests=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
-            running_requests=stats.num_running_reqs,
-            used_blocks=round(stats.kv_cache_usage * self._total_blocks),
-            kv_received_bytes=load.kv_received_bytes + int(sum(received)),
-            kv_received_handoffs=load.kv_received_handoffs + len(received),
+        self._load = self._handoffs.count(
+            replace(
+                self._load,
+                waiting_requests=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+                running_requests=stats.num_running_reqs,
+                used_blocks=round(stats.kv_cache_usage * self._info.total_blocks),
+            ),
+            stats,
         )
 
     async def close(self) -> None:
@@ -288,6 +309,7 @@ class VllmEngine:
             client, self._client = self._client, None
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(client.shutdown, 2.0)
+            self._handoffs.close()
 
 
 def _core_list(cores: str) -> list[int]:

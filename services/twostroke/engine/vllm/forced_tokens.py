@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 FORCED_TOKENS_ARG = "twostroke_forced_token_ids"
+BROUGHT_ARG = "twostroke_brought_by"
+"""Names the request whose first token came with its KV."""
 
 # The tokens to force, and vLLM's live list of tokens chosen so far.
 _Row = tuple[Sequence[int], Sequence[int]]
 
 
 class ForcedTokens(LogitsProcessor):
-    """Forces `extra_args[FORCED_TOKENS_ARG]`, oldest first."""
+    """Forces `extra_args[FORCED_TOKENS_ARG]`, oldest first, or the one token that came with the request's KV."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}
@@ -60,4 +63,12 @@ class ForcedTokens(LogitsProcessor):
 
 
 def _forced(params: SamplingParams) -> Sequence[int] | None:
-    return params.extra_args.get(FORCED_TOKENS_ARG) if params.extra_args else None
+    if not params.extra_args:
+        return None
+    if request_id := params.extra_args.get(BROUGHT_ARG):
+        token = get_kv_transfer_group().first_token(request_id)
+        if token is None:
+            raise RuntimeError(f"request {request_id} runs before its first token has come")
+        return (token,)
+    forced: Sequence[int] | None = params.extra_args.get(FORCED_TOKENS_ARG)
+    return forced

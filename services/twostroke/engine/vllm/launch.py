@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ _PRELOAD = (
     "vllm.model_executor.models.llama",
     "vllm.v1.structured_output",
     "twostroke.engine.vllm.nixl",
+    "twostroke.engine.vllm.direct.connector",
+    "twostroke.engine.vllm.direct.scheduler",
     "twostroke.engine.vllm.extension",
     "twostroke.engine.vllm.forced_tokens",
 )
@@ -102,9 +104,8 @@ def _free_port(host: str) -> int:
         raise ConfigError(f"cannot use {host} for the KV side channel: {error}; set --kv-host") from error
 
 
-def engine_args(settings: WorkerSettings, engine_id: str) -> Any:
-    """vLLM's arguments for a worker."""
-    from vllm.config import KVTransferConfig
+def engine_args(settings: WorkerSettings, kv_arguments: Mapping[str, Any]) -> Any:
+    """vLLM's arguments for a worker. kv_arguments: those of its KV connector."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     cpu = is_cpu()
@@ -125,27 +126,19 @@ def engine_args(settings: WorkerSettings, engine_id: str) -> Any:
         # The front end of the router applied the model's generation settings already.
         generation_config="vllm",
         logits_processors=["twostroke.engine.vllm.forced_tokens:ForcedTokens"],
+        enable_lora=settings.max_loras > 0,
+        max_loras=max(1, settings.max_loras),
+        max_lora_rank=settings.max_lora_rank,
+        reasoning_parser=settings.reasoning_parser,
         worker_extension_cls="twostroke.engine.vllm.extension.WorkerExtension",
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="NixlConnector",
-            kv_connector_module_path="twostroke.engine.vllm.nixl",
-            kv_role="kv_both",
-            engine_id=engine_id,
-            # A prompt that could not be fetched is placed again by the router, never computed here unseen.
-            kv_load_failure_policy="fail",
-            kv_connector_extra_config={
-                "kv_lease_duration": settings.kv_lease_s,
-                # One UCX worker; more would need threads of their own to make progress.
-                "num_threads": 0,
-            },
-        ),
+        **kv_arguments,
     )
 
 
-def create_config(settings: WorkerSettings, engine_id: str) -> Any:
+def create_config(settings: WorkerSettings, kv_arguments: Mapping[str, Any]) -> Any:
     """vLLM's configuration. Raises ConfigError with vLLM's own first line for a model or setting it refuses."""
     try:
-        return engine_args(settings, engine_id).create_engine_config()
+        return engine_args(settings, kv_arguments).create_engine_config()
     except (ValueError, OSError) as error:
         raise refusal(settings.model, error) from error
 

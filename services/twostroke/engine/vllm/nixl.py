@@ -11,17 +11,16 @@ compute makes none by itself.
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
+from twostroke.engine.vllm.affinity import run_where_the_worker_may, unpinned
 from twostroke.v1.kv_pb2 import BlockGroup, NixlTransfer
 
 # Long enough to cost little while idle, short beside a step.
@@ -33,10 +32,10 @@ class NixlConnector(NixlPullConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         if role is KVConnectorRole.WORKER:
-            with _calm_agent(), _unpinned():
+            with _calm_agent(), unpinned():
                 super().__init__(vllm_config, role, kv_cache_config)
         else:
-            _run_where_the_worker_may()
+            run_where_the_worker_may()
             super().__init__(vllm_config, role, kv_cache_config)
         self._released: set[str] = set()
 
@@ -50,6 +49,16 @@ class NixlConnector(NixlPullConnector):
             except OSError as error:
                 raise RuntimeError(f"the KV side channel cannot listen on {host}:{port}: set --kv-port") from error
         super().set_xfer_handshake_metadata_pp_aware(metadata)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Scheduler side: the tokens to fetch. The stock one takes the prompt's for what came; a prompt that ends with
+        tokens of the answer is longer."""
+        params = request.kv_transfer_params or {}
+        fetching = params.get("do_remote_prefill")
+        count, in_background = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if count and fetching:
+            count = min(count, params["remote_num_tokens"] - num_computed_tokens)
+        return max(0, count), in_background and count > 0
 
     def release(self, request_ids: list[str]) -> int:
         """Worker side: gives up held KV at the next step. Returns how many of the ids held any."""
@@ -70,17 +79,6 @@ class NixlConnector(NixlPullConnector):
         return results
 
 
-def _run_where_the_worker_may() -> None:
-    """Undoes the pinning of the engine core's threads.
-
-    OpenMP pins the thread that initialises it, and so every engine core of a machine to its first core, where it can
-    wait for ever behind another worker that computes there.
-    """
-    allowed = os.sched_getaffinity(os.getppid())
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), allowed)
-
-
 @contextmanager
 def _calm_agent() -> Iterator[None]:
     """Agents made within poll every PROGRESS_INTERVAL_US; NIXL's Python API fixes that at "never sleep"."""
@@ -98,17 +96,6 @@ def _calm_agent() -> Iterator[None]:
         yield
     finally:
         bindings.nixlAgent = stock
-
-
-@contextmanager
-def _unpinned() -> Iterator[None]:
-    """Threads started within may run on any core; the calling thread is put back where it was."""
-    affinity = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, affinity)
 
 
 def request_params() -> dict[str, Any]:

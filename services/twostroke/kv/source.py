@@ -1,0 +1,206 @@
+"""The offering end of hand-offs: tells readers which blocks are ready, and what they must look like.
+
+Used by one thread, the transfer thread. It decides nothing about memory: whoever holds the blocks says what to offer
+and when it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from twostroke.kv.digest import digest
+from twostroke.kv.memory import Blocks, pieces
+from twostroke.v1.kv_pb2 import KvMemory
+from twostroke.v1.transfer_pb2 import (
+    KvSlice,
+    TransferDigest,
+    TransferFinal,
+    TransferGone,
+    TransferHeld,
+    TransferReady,
+    TransferSignal,
+    TransferTicket,
+)
+
+log = logging.getLogger(__name__)
+
+CHUNK_BLOCKS = 1024
+"""A chunk's digests must fit one signal."""
+
+DEVICE_POLL_S = 0.0005
+REMEMBERED = 4096
+
+Send = Callable[[str, TransferSignal], None]
+"""Sends a signal to a peer by name; lost when the peer is."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    blocks: Blocks
+    is_written: Callable[[], bool] | None
+    """Whether the device has written it; None when it has."""
+    digests: dict[tuple[int, int, int], list[bytes]] = field(default_factory=dict)
+    """By the way of cutting."""
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """What one reader was told."""
+
+    cut: KvSlice | None
+    readers: int
+    chunks: int = 0
+    digests: int = 0
+    final: bool = False
+
+
+@dataclass(slots=True)
+class _Offer:
+    chunks: list[_Chunk] = field(default_factory=list)
+    tickets: dict[str, _Ticket] = field(default_factory=dict)
+    final: TransferFinal | None = None
+    done: set[str] = field(default_factory=set)
+
+
+class Source:
+    """All offers of one rank.
+
+    renewed and done are told ids of hand-offs: a reader still wants it; all its readers have read it.
+    """
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        send: Send,
+        renewed: Callable[[str], None],
+        done: Callable[[str], None],
+        *,
+        verify: bool,
+    ) -> None:
+        self._memory = memory
+        self._send = send
+        self._renewed = renewed
+        self._done = done
+        self._verify = verify
+        self._offers: dict[str, _Offer] = {}
+        self._over: deque[str] = deque(maxlen=REMEMBERED)
+        self._early: deque[tuple[str, TransferTicket]] = deque(maxlen=REMEMBERED)
+        """Tickets of hand-offs that readers heard of sooner than this thread."""
+
+    def offer(self, handoff_id: str) -> None:
+        """Begins a hand-off. Its blocks follow."""
+        self._offers.setdefault(handoff_id, _Offer())
+        for reader, message in [early for early in self._early if early[1].handoff_id == handoff_id]:
+            self._early.remove((reader, message))
+            self.ticket(reader, message)
+
+    def announce(self, handoff_id: str, blocks: Blocks, is_written: Callable[[], bool] | None = None) -> None:
+        """More blocks are ready, or will be when is_written says so. Blocks of unknown hand-offs are ignored."""
+        offer = self._offers.get(handoff_id)
+        if offer is None:
+            return
+        for start in range(0, len(blocks.ids), CHUNK_BLOCKS):
+            part = Blocks(blocks.first + start, blocks.ids[start : start + CHUNK_BLOCKS])
+            offer.chunks.append(_Chunk(part, is_written))
+        self._tell(handoff_id, offer)
+
+    def finish(self, handoff_id: str, blocks: int, first_token_id: int) -> None:
+        """All blocks were announced, and this is the first token of the answer."""
+        offer = self._offers.get(handoff_id)
+        if offer is not None:
+            offer.final = TransferFinal(handoff_id=handoff_id, blocks=blocks, first_token_id=first_token_id)
+            self._tell(handoff_id, offer)
+
+    def withdraw(self, handoff_id: str, reason: str) -> None:
+        """The blocks are not held any more."""
+        offer = self._offers.pop(handoff_id, None)
+        self._over.append(handoff_id)
+        if offer is not None:
+            for reader in offer.tickets.keys() - offer.done:
+                self._gone(reader, handoff_id, reason)
+
+    def hello(self, reader: str) -> None:
+        """A reader connected anew: what it was told before is forgotten."""
+        for offer in self._offers.values():
+            offer.tickets.pop(reader, None)
+
+    def ticket(self, reader: str, message: TransferTicket) -> None:
+        """A reader wants a hand-off, or still does."""
+        offer = self._offers.get(message.handoff_id)
+        if offer is None and message.handoff_id in self._over:
+            self._gone(reader, message.handoff_id, "it is not held any more")
+            return
+        self._send(reader, TransferSignal(held=TransferHeld(handoff_id=message.handoff_id)))
+        if offer is None:
+            if (reader, message) not in self._early:
+                self._early.append((reader, message))
+            return
+        if reader not in offer.tickets:
+            cut = message.slice if message.HasField("slice") else None
+            offer.tickets[reader] = _Ticket(cut, max(1, message.readers))
+        self._renewed(message.handoff_id)
+        self._tell(message.handoff_id, offer)
+
+    def read(self, reader: str, handoff_id: str) -> None:
+        """A reader has everything."""
+        offer = self._offers.get(handoff_id)
+        if offer is None or reader not in offer.tickets:
+            return
+        offer.done.add(reader)
+        if len(offer.done) >= offer.tickets[reader].readers:
+            del self._offers[handoff_id]
+            self._over.append(handoff_id)
+            self._done(handoff_id)
+
+    def work(self) -> float:
+        """Computes the digests of one chunk, and looks at chunks that the device still writes. Returns the seconds
+        after which there is more to do, infinity for nothing."""
+        for handoff_id, offer in self._offers.items():
+            for reader, ticket in offer.tickets.items():
+                if ticket.digests < ticket.chunks and self._verify:
+                    self._send_digests(handoff_id, offer, reader, ticket)
+                    return 0.0
+        wait_s = math.inf
+        for handoff_id, offer in self._offers.items():
+            if offer.chunks and offer.chunks[-1].is_written is not None:
+                wait_s = DEVICE_POLL_S
+                self._tell(handoff_id, offer)
+        return wait_s
+
+    def _tell(self, handoff_id: str, offer: _Offer) -> None:
+        for chunk in offer.chunks:
+            if chunk.is_written is not None and chunk.is_written():
+                chunk.is_written = None
+        for reader, ticket in offer.tickets.items():
+            while ticket.chunks < len(offer.chunks) and offer.chunks[ticket.chunks].is_written is None:
+                blocks = offer.chunks[ticket.chunks].blocks
+                ready = TransferReady(
+                    handoff_id=handoff_id,
+                    chunk=ticket.chunks,
+                    first_block=blocks.first,
+                    block_ids=blocks.ids,
+                    digests_follow=self._verify,
+                )
+                self._send(reader, TransferSignal(ready=ready))
+                ticket.chunks += 1
+            if offer.final is not None and ticket.chunks == len(offer.chunks) and not ticket.final:
+                self._send(reader, TransferSignal(final=offer.final))
+                ticket.final = True
+
+    def _send_digests(self, handoff_id: str, offer: _Offer, reader: str, ticket: _Ticket) -> None:
+        chunk, cut = offer.chunks[ticket.digests], ticket.cut
+        key = (cut.piece_tokens, cut.first_head, cut.heads) if cut is not None else (0, 0, 0)
+        if key not in chunk.digests:
+            size = self._memory.block_tokens
+            tokens = chunk.blocks.first * size, chunk.blocks.end * size
+            chunk.digests[key] = [digest(piece) for piece in pieces(self._memory, chunk.blocks, cut, tokens)]
+        digests = TransferDigest(handoff_id=handoff_id, chunk=ticket.digests, digests=chunk.digests[key])
+        self._send(reader, TransferSignal(digest=digests))
+        ticket.digests += 1
+
+    def _gone(self, reader: str, handoff_id: str, reason: str) -> None:
+        self._send(reader, TransferSignal(gone=TransferGone(handoff_id=handoff_id, reason=reason)))
