@@ -1,0 +1,380 @@
+"""One worker's engine: continuous batching in steps, chunked prefill, KV blocks, preemption.
+
+A step computes one token of every running answer, then chunks of prompts, oldest first, within the step's budget. Steps
+that only decode are taken many at once: up to the next finish, the next shortage of blocks, or whatever reaches the
+worker meanwhile. `max_run` 1 is the reference that takes every step alone; both end at the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from heapq import heappop
+
+from twostroke.policy.step_model import StepBatch
+from twostroke.sim.clock import exact
+from twostroke.sim.decoding import Decoding
+from twostroke.sim.gaps import Gaps
+from twostroke.sim.limits import Limits, Listener
+from twostroke.sim.sequence import Sequence, Stroke
+
+_PREFILL = Stroke.PREFILL
+
+
+class Engine(Decoding):
+    """One replica. push(time_s, engine, version): asks for `step_end` then, unless the version has moved on."""
+
+    def __init__(
+        self,
+        index: int,
+        limits: Limits,
+        listener: Listener,
+        push: Callable[[float, Engine, int], None],
+        gaps: Gaps,
+        max_run: int,
+    ) -> None:
+        super().__init__(limits, listener, gaps, max_run)
+        self.index = index
+        self.version = 0
+        self.changed = True
+        """What placement saw of it is out of date."""
+        self.busy_s = 0.0
+        self._push = push
+        self._empty()
+
+    def _empty(self) -> None:
+        super()._empty()
+        self.busy = False
+        self.waiting: deque[Sequence] = deque()
+        """Prompts to compute, in order."""
+        self.receiving: deque[Sequence] = deque()
+        """DECODE strokes that wait for blocks."""
+        self.members: dict[Sequence, None] = {}
+        """Sequences that steps compute, oldest first."""
+        self.pending_tokens = 0
+        """Prompt tokens accepted and not yet computed."""
+        self.transfers = 0
+        """DECODE strokes that have blocks and no KV yet."""
+        self._joining: deque[Sequence] = deque()
+        self._prefilling: list[Sequence] = []
+        self._chunks: list[tuple[Sequence, int]] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way or held."""
+        return not (self.busy or self.waiting or self.receiving or self._joining or self.transfers or self.store.used)
+
+    @property
+    def sequences(self) -> int:
+        """Answers that are written here or will be, those that wait for KV too."""
+        return len(self.members) + len(self._joining) + self.transfers + len(self.receiving)
+
+    @property
+    def pending_prompts(self) -> int:
+        """Prompts that pending_tokens belong to."""
+        return len(self.waiting) + len(self._prefilling)
+
+    def context_at(self, now_s: float) -> int:
+        """Sum of the contexts of the answers being written."""
+        if not self.decoding or self._run.steps == 1:
+            return self.context_sum
+        return self.context_sum + self.decoding * self._run.ended(now_s)
+
+    def hits(self, hashes: Items[int], now_s: float) -> int:
+        """Leading prefix units that are cached here."""
+        run = self._run
+        if run.grown < run.steps and self.store.spare < self.decoding * (run.steps // self._block + 1):
+            self.sync(now_s)
+        return self.store.hits(hashes)
+
+    # What reaches the worker.
+
+    def enqueue(self, sequence: Sequence, now_s: float) -> None:
+        """Takes a WHOLE or PREFILL stroke. The caller has checked that it can ever fit."""
+        self.waiting.append(sequence)
+        self.pending_tokens += sequence.prompt_tokens
+        self._wake(now_s)
+
+    def receive(self, sequence: Sequence, now_s: float) -> None:
+        """Takes a DECODE stroke; `reserved` is told as soon as its prompt has blocks."""
+        self.sync(now_s)
+        self.receiving.append(sequence)
+        self._reserve(now_s)
+        self._wake(now_s)
+
+    def arrived(self, sequence: Sequence, now_s: float) -> None:
+        """The KV of a DECODE stroke is complete."""
+        self.transfers -= 1
+        self._joining.append(sequence)
+        self._wake(now_s)
+
+    def release(self, sequence: Sequence, now_s: float) -> None:
+        """Frees the blocks of a PREFILL stroke that was read, or of a DECODE stroke that was given up."""
+        self.sync(now_s)
+        assert sequence.held is not None
+        self.store.drop(sequence.held)
+        sequence.held = None
+        self.changed = True
+        if self.receiving:
+            self._reserve(now_s)
+            self._wake(now_s)
+        elif self.waiting:
+            self._wake(now_s)
+
+    def forget(self, sequence: Sequence, now_s: float) -> None:
+        """A DECODE stroke whose KV will not come: frees what it holds or drops it from the queue."""
+        if sequence.held is None:
+            self.receiving.remove(sequence)
+            self.sync(now_s)
+            self._reserve(now_s)
+            self._wake(now_s)
+            return
+        self.transfers -= 1
+        self.release(sequence, now_s)
+
+    def cancel(self, sequence: Sequence, now_s: float) -> None:
+        """Ends a WHOLE or PREFILL stroke that waits, computes or is held. A step under way takes its time still."""
+        if sequence.held is None:
+            self.waiting.remove(sequence)
+            self.pending_tokens -= sequence.prompt_tokens
+            self.changed = True
+            return
+        if sequence in self.members:
+            del self.members[sequence]
+            if sequence in self._prefilling:
+                self._prefilling.remove(sequence)
+                self.pending_tokens -= sequence.prompt_tokens - sequence.computed
+                self._chunks = [chunk for chunk in self._chunks if chunk[0] is not sequence]
+        self.release(sequence, now_s)
+
+    def halt(self, now_s: float) -> None:
+        """The worker dies: books the steps that ended and takes no other."""
+        if self.busy:
+            ended = self._run.ended(now_s)
+            if ended and self.decoding:
+                self._book(ended)
+            self.steps += ended
+            self.busy_s += now_s - self._run.start_s
+        self.busy = False
+        self.version += 1
+
+    def clear(self) -> None:
+        """Forgets everything. The caller knows whom it served."""
+        self.version += 1
+        self.changed = True
+        self._empty()
+
+    def sync(self, now_s: float) -> None:
+        """Books the blocks that the run's steps have taken up to now."""
+        if self.busy and self.decoding:
+            self._grow(min(self._run.steps, self._run.ended(now_s) + 1))
+
+    def _wake(self, now_s: float) -> None:
+        self.changed = True
+        if not self.busy:
+            self._begin(now_s)
+        elif self._run.steps > 1 and self._run.truncate(now_s):
+            self.version += 1
+            self._push(self._run.end_s, self, self.version)
+
+    # A step.
+
+    def step_end(self, now_s: float) -> None:
+        """The run under way is over: books it and begins the next."""
+        run = self._run
+        steps = run.steps
+        self.busy_s += now_s - run.start_s
+        if self.decoding:
+            self._grow(steps)
+            self._book(steps)
+            self.context_sum += self.decoding * steps
+        self.steps += steps
+        if self._chunks:
+            self._chunks_done(now_s)
+        if self._finishing and self._finishing[0][0] <= self.steps:
+            self._finish_due(now_s)
+        self._begin(now_s)
+
+    def _begin(self, now_s: float) -> None:
+        if self.receiving:
+            self._reserve(now_s)
+        if self._joining:
+            self._join()
+        run, store = self._run, self.store
+        run.start_s = now_s
+        run.grown = 0
+        preempted = False
+        decoding = self.decoding
+        if decoding:
+            while (need := self._phase[-self.steps % self._block]) > store.total - store.used:
+                self._preempt(now_s)
+                preempted = True
+            decoding = self.decoding
+            run.grown = 1
+            if need:
+                store.grow(need)
+        admit = not (preempted and decoding)
+        if (self._prefilling or (self.waiting and admit)) and self._schedule(now_s, admit):
+            self.changed = True
+        elif decoding:
+            terms = self.limits.terms.get(decoding) or self.limits.decode_terms(decoding)
+            run.first_s = terms[0] + terms[1] * self.context_sum
+            run.delta_s = terms[1] * decoding
+            # After a preemption the next step may admit what this one may not.
+            run.steps = 1 if preempted or self._max_run == 1 else self._longest()
+        else:
+            self.busy = False
+            return
+        self.busy = True
+        self.version += 1
+        self._push(run.end_s, self, self.version)
+
+    def _schedule(self, now_s: float, admit: bool) -> bool:
+        """Fills the step with chunks of prompts; False when there is room for none."""
+        budget = self.limits.budget_tokens - self.decoding
+        chunks: list[tuple[Sequence, int]] = []
+        tokens, pairs = 0, 0.0
+        for sequence in self._prefilling:
+            if not budget:
+                break
+            new = min(sequence.prompt_tokens - sequence.computed, budget, sequence.chunk_tokens)
+            budget -= new
+            tokens += new
+            pairs += new * (2 * sequence.computed + new) / 2
+            chunks.append((sequence, new))
+        while admit and budget and self.waiting and len(self.members) < self.limits.sequences:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            self.waiting.popleft()
+            self._prefilling.append(sequence)
+            new = min(sequence.prompt_tokens - sequence.computed, budget, sequence.chunk_tokens)
+            budget -= new
+            tokens += new
+            pairs += new * (2 * sequence.computed + new) / 2
+            chunks.append((sequence, new))
+            self._listener.prefill_started(self, sequence, now_s)
+        if not chunks:
+            return False
+        self._chunks = chunks
+        run = self._run
+        run.steps = 1
+        run.delta_s = 0.0
+        batch = StepBatch(self.decoding, self.context_sum, tokens, pairs, len(chunks))
+        run.first_s = exact(self.limits.model.step_s(batch))
+        return True
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Takes blocks for a whole prompt, what the prefix cache has of it included."""
+        hits, unit = 0, self.limits.unit_tokens
+        if unit and sequence.hashes:
+            # At least one token is computed, or there would be none to choose from.
+            hits = min(self.store.hits(sequence.hashes), (sequence.prompt_tokens - 1) // unit)
+        blocks = -(-sequence.prompt_tokens // self._block)
+        if not self.store.fits(sequence.hashes, hits, blocks):
+            return False
+        sequence.held = self.store.take(sequence.hashes, hits, blocks)
+        sequence.computed = sequence.cached_tokens = hits * unit
+        self.pending_tokens -= sequence.computed
+        self.members[sequence] = None
+        return True
+
+    def _chunks_done(self, now_s: float) -> None:
+        self.changed = True
+        chunks, self._chunks = self._chunks, []
+        for sequence, new in chunks:
+            sequence.computed += new
+            self.pending_tokens -= new
+            if sequence.computed < sequence.prompt_tokens:
+                if sequence.stroke is _PREFILL:
+                    self._listener.chunk_done(self, sequence, now_s)
+                continue
+            self._prefilling.remove(sequence)
+            assert sequence.held is not None
+            if self.limits.unit_tokens and sequence.hashes:
+                self.store.publish(sequence.held, sequence.hashes)
+            if sequence.stroke is _PREFILL:
+                del self.members[sequence]
+                self._listener.chunk_done(self, sequence, now_s)
+            else:
+                self._prefilled(sequence, now_s)
+
+    def _prefilled(self, sequence: Sequence, now_s: float) -> None:
+        if sequence.last_token_s >= 0:
+            gap_s = now_s - sequence.last_token_s
+            self._gaps.add(gap_s, 0.0, 1, 1)
+            sequence.over += 0 < self._limit_s < gap_s
+        self._listener.first_token(self, sequence, now_s)
+        sequence.output_tokens -= 1
+        if sequence.output_tokens:
+            sequence.context = sequence.prompt_tokens + 1
+            self._decode(sequence)
+        else:
+            self._leave(sequence, now_s)
+
+    def _join(self) -> None:
+        while self._joining and len(self.members) < self.limits.sequences:
+            sequence = self._joining.popleft()
+            sequence.context = sequence.prompt_tokens + 1
+            self.members[sequence] = None
+            self._decode(sequence)
+            self._fresh.append(sequence)
+            self.changed = True
+
+    def _reserve(self, now_s: float) -> None:
+        """Gives blocks to DECODE strokes, in order."""
+        unit = self.limits.unit_tokens
+        while self.receiving:
+            sequence = self.receiving[0]
+            hits = self.store.hits(sequence.hashes) if unit and sequence.hashes else 0
+            blocks = -(-sequence.prompt_tokens // self._block)
+            if not self.store.fits(sequence.hashes, hits, blocks):
+                break
+            self.receiving.popleft()
+            sequence.held = self.store.take(sequence.hashes, hits, blocks)
+            sequence.cached_tokens = hits * unit
+            self.transfers += 1
+            self.changed = True
+            self._listener.reserved(self, sequence, now_s)
+
+    def _preempt(self, now_s: float) -> None:
+        """The youngest sequence gives its blocks back and will be computed again, before all that wait."""
+        sequence = next(reversed(self.members))
+        if sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+            self.pending_tokens += sequence.computed
+        else:
+            sequence.output_tokens = sequence.finish_step - self.steps
+            sequence.prompt_tokens = sequence.context + self.steps - sequence.joined_step
+            self.pending_tokens += sequence.prompt_tokens
+            sequence.chunk_tokens = sequence.prompt_tokens
+            self._undecode(sequence)
+            if sequence in self._fresh:
+                self._fresh.remove(sequence)
+            else:
+                sequence.last_token_s = now_s
+        assert sequence.held is not None
+        del self.members[sequence]
+        self.store.drop(sequence.held)
+        sequence.held = None
+        sequence.computed = 0
+        self.waiting.appendleft(sequence)
+        self.changed = True
+        self._listener.preempted(sequence)
+
+    def _finish_due(self, now_s: float) -> None:
+        finishing, steps = self._finishing, self.steps
+        while finishing and finishing[0][0] <= steps:
+            finish_step, _, sequence = heappop(finishing)
+            if finish_step == sequence.finish_step:
+                self._undecode(sequence)
+                self._leave(sequence, now_s)
+
+    def _leave(self, sequence: Sequence, now_s: float) -> None:
+        assert sequence.held is not None
+        del self.members[sequence]
+        self.store.drop(sequence.held)
+        sequence.held = None
+        self.changed = True
+        self._listener.finished(self, sequence, now_s)

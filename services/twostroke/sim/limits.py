@@ -1,0 +1,88 @@
+"""What an engine may hold, and what it tells of its work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from twostroke.policy.step_model import StepBatch, StepModel
+from twostroke.sim.clock import exact
+from twostroke.sim.sequence import Sequence
+
+if TYPE_CHECKING:
+    from twostroke.sim.engine import Engine
+
+
+class Limits:
+    """Limits of one kind of replica; all of the kind share one, and with it the model's decode terms.
+
+    blocks, block_tokens: the KV cache. budget_tokens: most tokens of a step. sequences: most of a step. unit_tokens:
+    tokens of one prefix hash, a multiple of block_tokens; 0 for no prefix cache.
+    """
+
+    __slots__ = (
+        "block_tokens",
+        "blocks",
+        "budget_tokens",
+        "model",
+        "prefill_token_s",
+        "sequences",
+        "terms",
+        "unit_tokens",
+    )
+
+    def __init__(
+        self,
+        model: StepModel,
+        *,
+        blocks: int,
+        block_tokens: int,
+        budget_tokens: int,
+        sequences: int,
+        unit_tokens: int = 0,
+    ) -> None:
+        self.model = model
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self.budget_tokens = budget_tokens
+        self.sequences = min(sequences, budget_tokens)
+        self.unit_tokens = unit_tokens
+        self.terms: dict[int, tuple[float, float]] = {}
+        chunk = min(budget_tokens, 2048)
+        self.prefill_token_s = model.step_s(StepBatch(0, 0, chunk, chunk * chunk / 2, 1)) / chunk
+        """About what a prompt token takes."""
+
+    def decode_terms(self, sequences: int) -> tuple[float, float]:
+        """The model's, on the clock's grid; kept in `terms`."""
+        base_s, slope_s = self.model.decode_terms(sequences)
+        found = (exact(base_s), exact(slope_s) if slope_s > 0 else 0.0)
+        self.terms[sequences] = found
+        return found
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a sequence of that length can be held at all."""
+        return -(-tokens // self.block_tokens) <= self.blocks
+
+
+class Listener(Protocol):
+    """Is told what an engine does, in seconds of virtual time."""
+
+    def prefill_started(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+        """The first chunk of a prompt begins; again after a preemption."""
+
+    def chunk_done(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+        """A chunk of a PREFILL stroke is computed, its last one too."""
+
+    def first_token(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+        """A WHOLE stroke has chosen its first token."""
+
+    def decode_started(self, sequence: Sequence, start_s: float, first_s: float) -> None:
+        """The first step of a DECODE stroke ran from start_s to first_s."""
+
+    def finished(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+        """The answer is complete."""
+
+    def preempted(self, sequence: Sequence) -> None:
+        """The sequence lost its blocks and waits for its tokens to be computed again."""
+
+    def reserved(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+        """A DECODE stroke has its blocks: KV may come."""

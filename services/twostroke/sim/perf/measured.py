@@ -1,0 +1,68 @@
+"""A measured run, ready to be predicted with any efficiencies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twostroke.sim.perf.closed_loop import Schedule, schedule
+from twostroke.sim.perf.levels import Setting, efficiencies
+from twostroke.sim.perf.roofline import RooflineStepModel
+from twostroke.sim.perf.runs import Run
+
+Floats = NDArray[np.float64]
+
+
+def setting_of(run: Run) -> Setting:
+    """The run's setting."""
+    return Setting(
+        engine=run.engine,
+        model=run.model,
+        family=run.shape.family,
+        system=run.system,
+        generation=run.hardware.generation,
+        precision=run.precision.name,
+        source=run.source,
+        version=run.version,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An aggregated run whose steps are known; only what they take is not."""
+
+    run: Run
+    setting: Setting
+    model: RooflineStepModel
+    schedule: Schedule
+    observed: Floats
+    """Logarithms of the measured mean time to first token and mean time between tokens, seconds."""
+
+    def predict(self, scaled: Floats) -> Floats:
+        """Logarithms of the same, predicted. scaled: efficiencies on the fit's scale, or several rows of them."""
+        given = efficiencies(scaled)
+        model, steps = replace(self.model, efficiencies=given), self.schedule
+        base_s = model.base_s(steps.sequences, steps.prefill_tokens, steps.prefill_pairs, steps.prefill_chunks)
+        ttft_s, tpot_s, _ = steps.times(base_s, model.context_token_s())
+        before_s = given.first_token_s + given.first_token_per_token_s * steps.inputs.mean()
+        mean_ttft_s = ttft_s.mean(axis=-1) + np.squeeze(before_s)
+        return np.log(np.stack([mean_ttft_s, tpot_s.mean(axis=-1)], axis=-1))
+
+
+def prepare(runs: list[Run]) -> list[Prepared]:
+    """Schedules aggregated runs; equal schedules are made once."""
+    made: dict[tuple[object, ...], Schedule] = {}
+    found = []
+    for run in runs:
+        model = RooflineStepModel(run.shape, run.hardware, run.precision, run.decode.parallel)
+        capacity = model.kv_capacity_tokens(run.memory_share, run.free_share)
+        work = run.workload
+        enough = 2 * work.concurrency * (work.input_tokens + work.output_tokens)
+        key = (work, run.scheduler, min(capacity, enough))
+        if key not in made:
+            made[key] = schedule(work, run.scheduler, capacity)
+        observed = np.log([run.ttft_s, run.tpot_s])
+        found.append(Prepared(run, setting_of(run), model, made[key], observed))
+    return found

@@ -1,0 +1,1 @@
+"""Which fleet for which load: screens thousands, simulates the best, answers in words."""

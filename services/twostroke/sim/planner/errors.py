@@ -1,0 +1,50 @@
+"""How wrong predicted step times may be, and what a decision is worth under that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from twostroke.policy.step_model import StepBatch, StepModel
+from twostroke.sim.replica import ReplicaSpec, is_profile, load_profile
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Where 90 % of true times lie, as factors of the predicted one."""
+
+    low: float
+    high: float
+
+
+def intervals(spec: ReplicaSpec) -> tuple[Interval, Interval]:
+    """(of prefill, of decode) step times of a replica."""
+    if is_profile(spec.model):
+        profile = load_profile(Path(spec.model))
+        # Two standard deviations of a mean step, and what a day on the same machine may differ.
+        wide = min(0.5, 0.05 + 2 * profile.median_error)
+        return Interval(1 - wide, 1 + wide), Interval(1 - wide, 1 + wide)
+    return Interval(0.8, 1.3), Interval(0.85, 1.15)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A step model whose prefill and decode parts are so many times as slow as another's."""
+
+    model: StepModel
+    prefill: float
+    decode: float
+
+    def decode_terms(self, sequences: int) -> tuple[float, float]:
+        """See StepModel."""
+        base_s, slope_s = self.model.decode_terms(sequences)
+        return base_s * self.decode, slope_s * self.decode
+
+    def step_s(self, batch: StepBatch) -> float:
+        """See StepModel."""
+        whole_s = self.model.step_s(batch)
+        if not batch.sequences:
+            return whole_s * self.prefill
+        base_s, slope_s = self.model.decode_terms(batch.sequences)
+        decode_s = min(whole_s, base_s + slope_s * batch.context_tokens)
+        return decode_s * self.decode + (whole_s - decode_s) * self.prefill
