@@ -127,8 +127,15 @@ class Cluster(ReferenceCluster):
         raise AssertionError("the router ended the watch")
 
     async def ready(self, workers: int) -> cluster_pb2.WatchResponse:
+        """When so many workers and all links between them are ready."""
         state = cluster_pb2.WORKER_STATE_READY
-        return await self.until(lambda view: sum(w.state == state for w in view.workers) == workers and view.ready)
+        return await self.until(
+            lambda view: (
+                view.ready
+                and sum(w.state == state for w in view.workers) == workers
+                and all(link.state == cluster_pb2.LINK_STATE_READY for link in view.links)
+            )
+        )
 
     async def empty(self) -> cluster_pb2.WatchResponse:
         """When no worker has a request or a block in use."""

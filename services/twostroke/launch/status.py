@@ -13,7 +13,7 @@ from rich.text import Text
 from twostroke.launch.board import say
 from twostroke.launch.readiness import state_name
 from twostroke.launch.state import RunState
-from twostroke.v1.cluster_pb2 import WatchResponse, WorkerView
+from twostroke.v1.cluster_pb2 import LINK_STATE_QUARANTINED, LinkState, LinkView, WatchResponse, WorkerView
 from twostroke.v1.worker_pb2 import Role
 
 _EPOCH_CHARACTERS = 8
@@ -41,6 +41,8 @@ def show(console: Console, router: str, view: WatchResponse, local: RunState | N
             say(console, f"{worker.info.worker_id or worker.address}: {worker.detail}")
     for pair in view.refused_pairs:
         say(console, f"refused: {pair.prefill_worker_id} to {pair.decode_worker_id}: {pair.reason}", "red")
+    for link in view.links:
+        say(console, _link(link), "red" if link.state == LINK_STATE_QUARANTINED else "")
     say(console, _counters(view))
     for record in local.processes if local is not None else ():
         if record.exit:
@@ -79,17 +81,32 @@ def _row(worker: WorkerView) -> tuple[Text | str, ...]:
         info.model.rstrip("/").rpartition("/")[2],
         f"{load.running_requests} run, {load.waiting_requests} wait" if loaded else "",
         f"{load.used_blocks}/{info.total_blocks}" if known and loaded else "",
-        str(load.held_handoffs) if loaded else "",
+        f"{load.held_handoffs} ({load.held_blocks} blocks)" if loaded else "",
         str(worker.router_requests),
     )
 
 
+def _link(link: LinkView) -> str:
+    state = LinkState.Name(link.state).removeprefix("LINK_STATE_").lower()
+    parts = [state, *link.lanes]
+    if link.bytes_per_s:
+        parts += [f"{link.bytes_per_s / 1e9:.2f} GB/s", f"{link.latency_ms:.3f} ms"]
+    if link.failures:
+        parts.append(f"{link.failures} failures")
+    if link.detail:
+        parts.append(link.detail)
+    return f"link {link.prefill_worker_id} to {link.decode_worker_id}: {', '.join(parts)}"
+
+
 def _counters(view: WatchResponse) -> str:
     loads = [worker.load for worker in view.workers]
+    handoffs = view.handoffs
     moved_bytes = sum(load.kv_received_bytes for load in loads)
     return (
         f"requests in flight {view.requests}; prompts recomputed on decode {view.recomputed_prompts}; "
-        f"hand-offs {sum(load.kv_received_handoffs for load in loads)} ({moved_bytes / 2**20:.1f} MiB); "
+        f"hand-offs {sum(load.kv_received_handoffs for load in loads)} ({moved_bytes / 2**20:.1f} MiB): "
+        f"{handoffs.offered} offered, {handoffs.receiving} receiving, {handoffs.received} received, "
+        f"{handoffs.released} released, {handoffs.lost} lost; "
         f"prompt tokens computed {sum(load.computed_prompt_tokens for load in loads)}; "
         f"tokens generated {sum(load.generated_tokens for load in loads)}"
     )

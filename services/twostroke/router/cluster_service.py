@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import grpc.aio
 
+from twostroke.policy.ledger import HandoffState
 from twostroke.router.dispatch import Dispatcher
+from twostroke.router.links import Link, LinkState
 from twostroke.router.member import Member, MemberState
 from twostroke.v1 import cluster_pb2 as pb
 from twostroke.v1 import cluster_pb2_grpc
@@ -20,6 +22,11 @@ _STATES = {
     MemberState.STARTING: pb.WORKER_STATE_STARTING,
     MemberState.READY: pb.WORKER_STATE_READY,
     MemberState.REFUSED: pb.WORKER_STATE_REFUSED,
+}
+_LINK_STATES = {
+    LinkState.PROBING: pb.LINK_STATE_PROBING,
+    LinkState.READY: pb.LINK_STATE_READY,
+    LinkState.QUARANTINED: pb.LINK_STATE_QUARANTINED,
 }
 
 
@@ -56,6 +63,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             ],
             requests=self._dispatcher.active_requests,
             recomputed_prompts=self._dispatcher.recomputed_prompts,
+            links=[_link(link) for link in pool.links],
+            handoffs=_handoffs(pool.handoffs.counts()),
         )
 
 
@@ -68,3 +77,22 @@ def _worker(member: Member) -> pb.WorkerView:
         load=member.load,
         router_requests=member.session.active if member.session else 0,
     )
+
+
+def _link(link: Link) -> pb.LinkView:
+    source, reader = link.lives
+    return pb.LinkView(
+        prefill_worker_id=source.worker_id,
+        decode_worker_id=reader.worker_id,
+        state=_LINK_STATES[link.state],
+        detail=link.detail,
+        lanes=link.report.lanes,
+        rdma=link.report.rdma,
+        bytes_per_s=link.report.bytes_per_s,
+        latency_ms=link.report.latency_ms,
+        failures=link.failures,
+    )
+
+
+def _handoffs(counts: Mapping[HandoffState, int]) -> pb.HandoffCounts:
+    return pb.HandoffCounts(**{state.value: counts.get(state, 0) for state in HandoffState})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from enum import Enum
 
 import grpc
@@ -12,6 +13,7 @@ import grpc.aio
 
 from twostroke.config import RpcSettings
 from twostroke.errors import TwostrokeError
+from twostroke.policy.ledger import Life
 from twostroke.policy.placement import WorkerSnapshot
 from twostroke.router.session import DecodeSession
 from twostroke.rpc.channel import connect
@@ -21,7 +23,10 @@ from twostroke.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_g
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 10.0
 RETRY_S = 0.25
+# A worker that cannot be reached for so long is taken for dead; one that comes back is met as a new one.
+LOST_AFTER_S = 10.0
 LOAD_INTERVAL_MS = 500
 # Releases of one worker are sent together; a request is not worth an RPC of its own.
 RELEASE_WINDOW_S = 0.02
@@ -37,7 +42,11 @@ class MemberState(Enum):
 
 
 class Member:
-    """Keeps one worker connected. `changed` is called on every change of state, `load_changed` on every load report."""
+    """Keeps one worker connected.
+
+    `changed` is called on every change of state, `load_changed` on every load report, `ended` when a life of the worker
+    is over: another one answers at the address, or nobody did for LOST_AFTER_S.
+    """
 
     def __init__(
         self,
@@ -49,6 +58,7 @@ class Member:
         changed: Callable[[], None],
         load_changed: Callable[[], None],
         step_done: Callable[[], None],
+        ended: Callable[[Life], None],
     ) -> None:
         self.address = address
         self.state = MemberState.UNREACHABLE
@@ -63,16 +73,26 @@ class Member:
         self._changed = changed
         self._load_changed = load_changed
         self._step_done = step_done
+        self._ended = ended
+        self._living: Life | None = None
+        self._left_s = 0.0
         self._channel = connect(address, rpc)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._to_release: list[str] = []
         self._release_task: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
 
     @property
     def worker_id(self) -> str:
         """The worker's own name, or its address until it told."""
         return self.info.worker_id if self.info else self.address
+
+    @property
+    def life(self) -> Life:
+        """The worker's present life. Needs `info`."""
+        assert self.info is not None
+        return Life(self.address, self.info.worker_id, self.info.epoch)
 
     async def run(self) -> None:
         """Connects and reconnects; returns only by cancellation, which closes the connection."""
@@ -84,10 +104,12 @@ class Member:
                     self._leave(to_error(error).message)
                 except TwostrokeError as error:
                     self._leave(error.message)
+                if self._living is not None and time.monotonic() - self._left_s >= LOST_AFTER_S:
+                    self.end_life()
                 await asyncio.sleep(RETRY_S)
         finally:
-            if self._release_task is not None:
-                self._release_task.cancel()
+            for task in self._background:
+                task.cancel()
             await self._channel.close()
 
     def _set(self, state: MemberState, detail: str) -> None:
@@ -96,14 +118,26 @@ class Member:
             self.state, self.detail = state, detail
             self._changed()
 
+    def end_life(self) -> None:
+        """Takes the worker's present life for over."""
+        if self._living is not None:
+            living, self._living = self._living, None
+            self._ended(living)
+
     def _leave(self, detail: str) -> None:
+        if self.state is not MemberState.UNREACHABLE:
+            self._left_s = time.monotonic()
         self.session = None
         self.load = None
         self._set(MemberState.UNREACHABLE, detail)
 
     async def _connected(self) -> None:
         info = await self._worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_S)
+        if self.info is not None and self.info.epoch != info.epoch:
+            self._to_release.clear()
+            self.end_life()
         self.info = info
+        self._living = self.life
         if refusal := self._accept(info):
             self._set(MemberState.REFUSED, refusal)
             await self._watch_load()
@@ -147,17 +181,46 @@ class Member:
         )
 
     def release(self, request_id: str) -> None:
-        """Tells the worker, soon, that nobody needs this KV any more. Its lease is the backstop when that fails."""
+        """Tells the worker, soon, that nobody needs this KV any more; again until it hears or its life is over."""
         self._to_release.append(request_id)
         if self._release_task is None:
-            self._release_task = asyncio.get_running_loop().create_task(self._send_releases())
+            self._release_task = self._in_background(self._send_releases())
 
     async def _send_releases(self) -> None:
-        await asyncio.sleep(RELEASE_WINDOW_S)
-        request = prefill_pb2.ReleaseRequest(request_ids=self._to_release)
-        self._to_release = []
+        pause_s = RELEASE_WINDOW_S
+        while self._to_release:
+            await asyncio.sleep(pause_s)
+            sent, pause_s = frozenset(self._to_release), RELEASE_WINDOW_S
+            try:
+                await self.prefill.Release(prefill_pb2.ReleaseRequest(request_ids=sent), timeout=CALL_TIMEOUT_S)
+                self._to_release = [each for each in self._to_release if each not in sent]
+            except grpc.aio.AioRpcError as error:
+                log.warning("worker %s did not take a release: %s", self.worker_id, error.details())
+                pause_s = RETRY_S
         self._release_task = None
+
+    def drop_peer(self, worker_id: str, epoch: str) -> None:
+        """Tells the worker that another one's life is over. One that cannot be told finds out by its own deadlines."""
+        self._in_background(self._send_drop_peer(worker_pb2.DropPeerRequest(worker_id=worker_id, epoch=epoch)))
+
+    async def _send_drop_peer(self, request: worker_pb2.DropPeerRequest) -> None:
         try:
-            await self.prefill.Release(request, timeout=CALL_TIMEOUT_S)
+            await self._worker.DropPeer(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            log.warning("worker %s did not take a release: %s; its lease ends it", self.worker_id, error.details())
+            log.warning("worker %s was not told that %s is over: %s", self.worker_id, request.epoch, error.details())
+
+    async def probe_link(self, source: worker_pb2.GetInfoResponse) -> worker_pb2.ProbeLinkResponse:
+        """Lets the worker read from another one's memory. Raises the TwostrokeError that says why it cannot."""
+        request = worker_pb2.ProbeLinkRequest(
+            source_worker_id=source.worker_id, source_epoch=source.epoch, endpoint=source.kv_endpoint
+        )
+        try:
+            return await self._worker.ProbeLink(request, timeout=PROBE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise to_error(error) from error
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task

@@ -10,6 +10,8 @@ from twostroke.config import RouterSettings
 from twostroke.kv.layout import difference
 from twostroke.policy.placement import ClusterSnapshot
 from twostroke.router.discovery import resolve
+from twostroke.router.handoffs import Handoffs
+from twostroke.router.links import Links
 from twostroke.router.member import Member, MemberState
 from twostroke.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, GetInfoResponse
 
@@ -39,7 +41,10 @@ class WorkerPool:
         self._failures: tuple[str, ...] = ()
         self._changed = asyncio.Event()
         self._state_changed = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
         self.refused_pairs: dict[tuple[str, str], str] = {}
+        self.links = Links(self._announce)
+        self.handoffs = Handoffs(self.member)
 
     @property
     def members(self) -> Sequence[Member]:
@@ -58,7 +63,7 @@ class WorkerPool:
         """
         self._max_model_len_tokens = max_model_len_tokens
         try:
-            async with asyncio.TaskGroup() as group:
+            async with asyncio.TaskGroup() as self._group:
                 while True:
                     found = await resolve(self._targets)
                     if found.failures != self._failures:
@@ -66,7 +71,7 @@ class WorkerPool:
                         for failure in found.failures:
                             log.warning("%s", failure)
                         self._on_change()
-                    self._follow(group, found.addresses, keep=bool(found.failures))
+                    self._follow(self._group, found.addresses, keep=bool(found.failures))
                     await asyncio.sleep(self._settings.resolve_interval_s)
         finally:
             self._members.clear()
@@ -82,6 +87,7 @@ class WorkerPool:
                 changed=self._on_change,
                 load_changed=self._on_load,
                 step_done=self._step_done,
+                ended=self.handoffs.ended,
             )
             self._members[address] = member
             self._tasks[address] = group.create_task(member.run(), name=f"worker {address}")
@@ -89,7 +95,7 @@ class WorkerPool:
             # A resolver that fails says nothing about the workers that it named before.
             if not keep and self._members[address].state is not MemberState.READY:
                 log.info("worker %s is no longer named by %s", address, ",".join(self._targets))
-                del self._members[address]
+                self._members.pop(address).end_life()
                 self._tasks.pop(address).cancel()
                 self._on_change()
 
@@ -103,6 +109,11 @@ class WorkerPool:
 
     def _on_change(self) -> None:
         self._compare()
+        if self._group is not None:
+            self.links.follow(self._group, self._pairs())
+        self._announce()
+
+    def _announce(self) -> None:
         self._state_changed.set()
         self._state_changed = asyncio.Event()
         self._on_load()
@@ -127,6 +138,17 @@ class WorkerPool:
                 log.error("%s and %s cannot exchange KV: %s", *pair, why)
         self.refused_pairs = refused
 
+    def _pairs(self) -> list[tuple[Member, Member]]:
+        ready = [(member, member.snapshot()) for member in self.ready_members()]
+        return [
+            (source, reader)
+            for source, source_now in ready
+            if source_now.reads_prompts
+            for reader, reader_now in ready
+            if reader_now.writes_answers and source is not reader
+            if (source.address, reader.address) not in self.refused_pairs
+        ]
+
     async def wait_changed(self) -> None:
         """Returns at the next change of any worker, its load included."""
         await self._changed.wait()
@@ -142,7 +164,9 @@ class WorkerPool:
     def snapshot(self) -> ClusterSnapshot:
         """For placement."""
         return ClusterSnapshot(
-            [member.snapshot() for member in self.ready_members()], frozenset(self.refused_pairs.keys())
+            [member.snapshot() for member in self.ready_members()],
+            frozenset(self.refused_pairs.keys()),
+            self.links.snapshots(),
         )
 
     def max_model_len_tokens(self) -> int:
@@ -155,8 +179,11 @@ class WorkerPool:
         workers = self.snapshot().workers
         readers = [worker.worker for worker in workers if worker.reads_prompts]
         writers = [worker.worker for worker in workers if worker.writes_answers]
-        if any((p, d) not in self.refused_pairs for p in readers for d in writers):
+        pairs = [(p, d) for p in readers for d in writers if (p, d) not in self.refused_pairs]
+        if any(p == d or self.links.usable((p, d)) for p, d in pairs):
             return ""
+        if pairs:
+            return self.links.waiting_for(pairs)
         missing = [f"a {role} worker" for role, found in (("prefill", readers), ("decode", writers)) if not found]
         if not missing:
             return "a pair that can exchange KV: " + "; ".join(sorted(set(self.refused_pairs.values())))

@@ -27,6 +27,8 @@ DEADLINE_METHODS = frozenset(
         "/twostroke.v1.PrefillService/Prefill",
         "/twostroke.v1.PrefillService/Release",
         "/twostroke.v1.WorkerService/GetInfo",
+        "/twostroke.v1.WorkerService/ProbeLink",
+        "/twostroke.v1.WorkerService/DropPeer",
     }
 )
 

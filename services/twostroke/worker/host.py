@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from twostroke.engine.base import Engine, EngineInfo, EngineLoad, EngineOutput, Stroke
+from twostroke.engine.base import Engine, EngineInfo, EngineLoad, EngineOutput, LinkReport, Stroke
 from twostroke.errors import EngineError, InvalidRequestError, StaleEpochError, TwostrokeError, UnavailableError
 from twostroke.v1.engine_pb2 import EngineRequest
-from twostroke.v1.kv_pb2 import Handoff
+from twostroke.v1.kv_pb2 import Handoff, KvEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,17 @@ class EngineHost:
     async def release(self, request_ids: Sequence[str]) -> int:
         """Frees held KV; returns how many of the ids held any."""
         return await self._engine.release(request_ids)
+
+    async def probe(self, worker_id: str, epoch: str, endpoint: KvEndpoint) -> LinkReport:
+        """Reads from another worker's memory; see Engine.probe."""
+        return await self._engine.probe(worker_id, epoch, endpoint)
+
+    async def drop_peer(self, worker_id: str, epoch: str) -> None:
+        """Forgets an epoch of another worker. Raises InvalidRequestError for this worker's own."""
+        if epoch == self.epoch:
+            raise InvalidRequestError(f"epoch {epoch} of worker {self.worker_id} is not over: it answers")
+        log.info("epoch %s of worker %s is over; its KV is given up", epoch, worker_id)
+        await self._engine.drop_peer(worker_id, epoch)
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no new requests and waits until the running ones are over, at most timeout_s."""

@@ -43,6 +43,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             max_sequences=info.max_sequences,
             layout=info.layout,
             start_phases=[pb.StartPhase(name=name, duration_ms=ms) for name, ms in info.start_phases],
+            kv_endpoint=info.kv_endpoint,
         )
 
     async def WatchLoad(
@@ -53,6 +54,22 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         async for load in self._host.loads(interval_s):
             yield self._report(load)
 
+    async def ProbeLink(
+        self, request: pb.ProbeLinkRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ProbeLinkResponse:
+        """Reads a pattern out of another worker's memory. Cancellation gives up."""
+        found = await self._host.probe(request.source_worker_id, request.source_epoch, request.endpoint)
+        return pb.ProbeLinkResponse(
+            lanes=found.lanes, rdma=found.rdma, bytes_per_s=found.bytes_per_s, latency_ms=found.latency_ms
+        )
+
+    async def DropPeer(
+        self, request: pb.DropPeerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DropPeerResponse:
+        """Forgets an epoch of another worker."""
+        await self._host.drop_peer(request.worker_id, request.epoch)
+        return pb.DropPeerResponse()
+
     def _report(self, load: EngineLoad) -> pb.WatchLoadResponse:
         return pb.WatchLoadResponse(
             epoch=self._host.epoch,
@@ -62,6 +79,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             pending_prompt_tokens=load.pending_prompt_tokens,
             used_blocks=load.used_blocks,
             held_handoffs=load.held_handoffs,
+            held_blocks=load.held_blocks,
             kv_received_bytes=load.kv_received_bytes,
             kv_received_handoffs=load.kv_received_handoffs,
             computed_prompt_tokens=load.computed_prompt_tokens,

@@ -1,4 +1,7 @@
-"""Many requests at random over small pools: every answer is the model's, and every block comes back."""
+"""Many requests at random over small pools: every answer is the model's, and every block comes back.
+
+Some hand-offs are taken while prefill computes, some afterwards.
+"""
 
 import asyncio
 import random
@@ -25,6 +28,8 @@ class Crowd:
     answers: dict[str, list[int]] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
     open: set[str] = field(default_factory=set)
+    early: dict[str, tuple[ReferenceEngine, list[int]]] = field(default_factory=dict)
+    """Where an answer is written whose prompt may still be computed, and what of it came."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, index: int) -> EngineRequest:
@@ -51,11 +56,21 @@ class Crowd:
         request_id, chance = output.request_id, self.chance
         assert output.failure is None
         assert request_id not in self.cancelled
-        self.answers[request_id] += output.token_ids
+        writer, written = self.early.get(request_id, (None, self.answers[request_id]))
+        (written if engine is writer else self.answers[request_id]).extend(output.token_ids)
         if chance.random() < 0.01:
-            await engine.cancel([request_id])
+            for each in {engine, writer or engine}:
+                await each.cancel([request_id])
             self.cancelled.add(request_id)
+        elif output.handoff is not None and output.handoff.in_progress:
+            if chance.random() < 0.5:
+                decode = chance.choice(self.decodes)
+                self.early[request_id] = (decode, [])
+                await decode.admit(self.requests[request_id], Stroke.DECODE, output.handoff)
+            return
         elif output.handoff is not None:
+            if writer is not None:
+                return
             message, handoff = self.requests[request_id], output.handoff
             message.output_token_ids.extend(self.answers[request_id])
             if chance.random() < 0.2:
@@ -92,9 +107,11 @@ async def test_nothing_is_wrong_and_nothing_leaks(tmp_path, seed):
         loads = [await load_of(engine) for engine in (*prefills, *decodes)]
     for request_id, message in crowd.requests.items():
         expected = expected_tokens(message.prompt_token_ids, message.sampling, 40)
+        got = crowd.answers[request_id] + crowd.early.get(request_id, (None, []))[1]
         if request_id in crowd.cancelled:
-            expected = expected[: len(crowd.answers[request_id])]
-        assert crowd.answers[request_id] == expected
+            expected = expected[: len(got)]
+        assert got == expected
+    assert 5 < len(crowd.early) < REQUESTS
     assert 0 < len(crowd.cancelled) < REQUESTS / 2
     for load in loads:
         assert (load.used_blocks, load.held_handoffs, load.waiting_requests, load.running_requests) == (0, 0, 0, 0)

@@ -8,21 +8,26 @@ from twostroke.v1.engine_pb2 import SamplingParams
 from unit.engine.reference_rig import Answer, Rig, answer, finish, prompt_of, request
 
 
-async def test_a_prompt_is_computed_in_chunks_of_the_step_budget(tmp_path):
+@pytest.mark.parametrize(
+    ("late", "blocks"), [(True, [3, 3, 5, 7]), (False, [7, 7, 7, 7])], ids=["offered when done", "offered at once"]
+)
+async def test_a_prompt_is_computed_in_chunks_of_the_step_budget(tmp_path, late, blocks):
     async with Rig(tmp_path) as rig:
-        engine = await rig.start(step_budget_tokens=40, reference_step_ms=2, reference_token_us=100)
+        engine = await rig.start(
+            step_budget_tokens=40, reference_step_ms=2, reference_token_us=100, reference_late=late
+        )
         await engine.admit(request("r", prompt_of(100)), Stroke.PREFILL)
         started = await engine.next_step()
         assert [output.started for output in started.outputs] == [True]
-        assert started.load == EngineLoad(running_requests=1, pending_prompt_tokens=100, used_blocks=3)
+        assert started.load == EngineLoad(running_requests=1, pending_prompt_tokens=100, used_blocks=blocks[0])
         begin_s, loads = rig.now_s, []
         for _ in range(3):
             step = await engine.next_step()
             loads.append(step.load)
     assert [load.pending_prompt_tokens for load in loads] == [60, 20, 0]
-    assert [load.used_blocks for load in loads] == [3, 5, 7]
+    assert [load.used_blocks for load in loads] == blocks[1:]
     assert [load.computed_prompt_tokens for load in loads] == [40, 80, 100]
-    assert loads[-1].held_handoffs == 1
+    assert (loads[-1].held_handoffs, loads[-1].held_blocks) == (1, 7)
     assert rig.now_s - begin_s == pytest.approx(3 * 2e-3 + 100 * 100e-6)
     stats = step.outputs[0].prompt
     assert (stats.prompt_tokens, stats.computed_tokens, stats.queue_ms) == (100, 100, 0)

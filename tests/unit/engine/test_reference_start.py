@@ -20,8 +20,9 @@ async def test_the_defaults(tmp_path):
     assert (info.total_blocks, info.step_budget_tokens, info.max_sequences) == (4096, 512, 64)
     layout = info.layout
     assert (layout.block_size_tokens, layout.layers, layout.kv_heads, layout.head_size) == (16, 2, 1, 1)
-    assert (layout.dtype, layout.order, layout.connector, layout.connector_version) == ("uint64", "BLTNHC", "shm", "1")
+    assert (layout.dtype, layout.order, layout.connector, layout.connector_version) == ("uint64", "BLTNHC", "shm", "2")
     assert len(layout.model_digest) == 16
+    assert [address.decode().split("-")[0] for address in info.kv_endpoint.addresses] == ["twostroke"]
     assert [name for name, _ in info.start_phases] == ["segment"]
 
 

@@ -1,5 +1,6 @@
 """Segments: right content, nothing stale, nothing left behind."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import twostroke
-from twostroke.errors import ConfigError, InvalidRequestError, KvLostError, LayoutMismatchError
+from twostroke.errors import ConfigError, InvalidRequestError, KvCorruptError, KvLostError, LayoutMismatchError
 from twostroke.kv import shm
 from twostroke.kv.shm import Hold, PeerSegment, Segment, remove_stale, segment_bytes
 
@@ -34,9 +35,9 @@ def attach(segment, tmp_path, *, epoch="e", block_words=4):
 def test_a_peer_reads_the_blocks_in_order(segment, tmp_path):
     peer = attach(segment, tmp_path)
     assert peer.read(HOLD).tolist() == [[12, 13, 14, 15], [4, 5, 6, 7]]
-    assert peer.read(HOLD, skip=1).tolist() == [[4, 5, 6, 7]]
+    assert peer.read(HOLD, start=1).tolist() == [[4, 5, 6, 7]]
     segment.words[1, 0] = 99
-    assert peer.read(HOLD, skip=1)[0, 0] == 99, "it is the same memory"
+    assert peer.read(HOLD, start=1)[0, 0] == 99, "it is the same memory"
     peer.close()
     peer.close()
 
@@ -122,6 +123,44 @@ def test_another_layout_is_refused(segment, tmp_path):
     os.truncate(tmp_path / segment.name, segment_bytes(8, 4) - 8)
     with pytest.raises(LayoutMismatchError, match="bytes starts with"):
         attach(segment, tmp_path)
+
+
+def test_a_reader_sees_how_far_the_owner_is(segment, tmp_path):
+    peer = attach(segment, tmp_path)
+    assert peer.progress(HOLD) == (0, None)
+    segment.announce(HOLD, 1)
+    assert peer.progress(HOLD) == (1, None)
+    assert peer.read(HOLD, 0, 1).tolist() == [[12, 13, 14, 15]]
+    segment.announce(HOLD, 2, first_token=0)
+    assert peer.progress(HOLD) == (2, 0)
+    following = Hold(HOLD.block_ids, 12)
+    segment.hold(following)
+    with pytest.raises(KvLostError, match="is over"):
+        peer.progress(HOLD)
+    assert peer.progress(following) == (0, None), "nothing is left of the hold before"
+    peer.close()
+
+
+def test_the_pattern_is_that_of_the_epoch(segment, tmp_path):
+    peer = attach(segment, tmp_path)
+    assert peer.probe("e") == shm.PATTERN_BYTES
+    with pytest.raises(KvCorruptError):
+        peer.probe("f")
+    segment.pattern[5] += 1
+    with pytest.raises(KvCorruptError):
+        peer.probe("e")
+    peer.close()
+
+
+def test_an_attached_reader_notices_that_the_owner_died(segment, tmp_path):
+    peer = attach(segment, tmp_path)
+    peer.check_owner()
+    fcntl.flock(segment._fd, fcntl.LOCK_UN)  # what the kernel does when the process ends
+    with pytest.raises(KvLostError, match="is dead"):
+        peer.check_owner()
+    with pytest.raises(KvLostError, match="is dead"):
+        peer.check_owner()
+    peer.close()
 
 
 @pytest.mark.parametrize("name", ["", "../etc/passwd", "twostroke-1-2-zzzzzzzz", "twostroke-1-2-00000000/x"])

@@ -36,6 +36,7 @@ VIEW = pb.WatchResponse(
                 waiting_requests=5,
                 used_blocks=40,
                 held_handoffs=6,
+                held_blocks=30,
                 kv_received_bytes=3 << 20,
                 kv_received_handoffs=4,
                 computed_prompt_tokens=1000,
@@ -45,6 +46,25 @@ VIEW = pb.WatchResponse(
         ),
         pb.WorkerView(address="127.0.0.1:2", state=pb.WORKER_STATE_REFUSED, detail="it restarted"),
     ],
+    links=[
+        pb.LinkView(
+            prefill_worker_id="prefill-0",
+            decode_worker_id="decode-0",
+            state=pb.LINK_STATE_READY,
+            lanes=["rc_mlx5/mlx5_0:1", "tcp/eth0"],
+            rdma=True,
+            bytes_per_s=12.345e9,
+            latency_ms=0.0042,
+        ),
+        pb.LinkView(
+            prefill_worker_id="prefill-0",
+            decode_worker_id="decode-1",
+            state=pb.LINK_STATE_QUARANTINED,
+            detail="no answer",
+            failures=3,
+        ),
+    ],
+    handoffs=pb.HandoffCounts(offered=1, receiving=2, received=3, released=40, lost=5),
     refused_pairs=[pb.RefusedPair(prefill_worker_id="p", decode_worker_id="d", reason="dtype float32 against float16")],
 )
 LOCAL = RunState(
@@ -67,14 +87,16 @@ def test_table_shows_every_worker_and_why() -> None:
     assert lines[0] == "router router-1 at 127.0.0.1:3: not ready: a decode worker"
     assert " ".join(lines[1].split()) == "worker role address state epoch engine model load KV blocks held requests"
     assert " ".join(lines[3].split()) == (
-        "prefill-0 prefill 127.0.0.1:1 ready 01234567 vllm 0.32.0 SmolLM2 2 run, 5 wait 40/100 6 8"
+        "prefill-0 prefill 127.0.0.1:1 ready 01234567 vllm 0.32.0 SmolLM2 2 run, 5 wait 40/100 6 (30 blocks) 8"
     )
     assert lines[2].split() == ["?", "?", "127.0.0.1:2", "refused", "0"]
     assert lines[4:] == [
         "127.0.0.1:2: it restarted",
         "refused: p to d: dtype float32 against float16",
-        "requests in flight 3; prompts recomputed on decode 2; hand-offs 4 (3.0 MiB); prompt tokens computed 1000; "
-        "tokens generated 70",
+        "link prefill-0 to decode-0: ready, rc_mlx5/mlx5_0:1, tcp/eth0, 12.35 GB/s, 0.004 ms",
+        "link prefill-0 to decode-1: quarantined, 3 failures, no answer",
+        "requests in flight 3; prompts recomputed on decode 2; hand-offs 4 (3.0 MiB): 1 offered, 2 receiving, "
+        "3 received, 40 released, 5 lost; prompt tokens computed 1000; tokens generated 70",
         "decode-0 was killed by SIGKILL; log: /run/d.log",
     ]
 

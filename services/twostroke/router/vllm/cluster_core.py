@@ -8,22 +8,26 @@ tell them from one engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from google.protobuf import struct_pb2
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, LoRAAdapterNotFoundError, VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.metrics.stats import PrefillStats
 
 from twostroke.engine.vllm import logprobs as logprobs_codec
+from twostroke.engine.vllm.adapters import adapter_digest
 from twostroke.engine.vllm.sampling import to_wire as sampling_to_wire
 from twostroke.errors import Code, InvalidRequestError, TwostrokeError, UnsupportedFieldError
 from twostroke.router.dispatch import Dispatcher
 from twostroke.router.output import Output
+from twostroke.router.vllm.event_stream import Admission
 from twostroke.v1 import engine_pb2 as pb
 
 _HTTP_STATUS = {
@@ -47,7 +51,6 @@ _REFUSED = {
     "mm_features": "images, audio or video",
     "pooling_params": "embeddings and pooling",
     "prompt_embeds": "prompt_embeds",
-    "lora_request": "LoRA adapters",
     "data_parallel_rank": "data_parallel_rank",
     "kv_hints": "kv_hints",
     "resumable": "streamed prompts",
@@ -66,8 +69,8 @@ def to_vllm_error(error: TwostrokeError) -> Exception:
     return made
 
 
-def engine_request(request: EngineCoreRequest) -> pb.EngineRequest:
-    """Encodes. Raises UnsupportedFieldError naming what the cluster does not do."""
+def engine_request(request: EngineCoreRequest, adapters: Mapping[str, pb.Adapter]) -> pb.EngineRequest:
+    """Encodes. adapters: those that were loaded. Raises UnsupportedFieldError naming what the cluster does not do."""
     for field, name in _REFUSED.items():
         if getattr(request, field):
             raise UnsupportedFieldError(f"{name} cannot be served through two pools")
@@ -78,6 +81,8 @@ def engine_request(request: EngineCoreRequest) -> pb.EngineRequest:
         priority=request.priority,
         trace_context=request.trace_headers,
     )
+    if request.lora_request is not None:
+        wire.adapter.CopyFrom(adapters[request.lora_request.lora_name])
     if request.cache_salt is not None:
         wire.cache_salt = request.cache_salt
     if request.reasoning_ended is not None:
@@ -94,10 +99,12 @@ def engine_request(request: EngineCoreRequest) -> pb.EngineRequest:
 class ClusterCore(EngineCoreClient):
     """See the module. `bind` it to the AsyncLLM's output processor before the first request."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, sse_comment_s: float) -> None:
+        self.sse_comment_s = sse_comment_s
         self._dispatcher = dispatcher
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._processor: Any = None
+        self._adapters: dict[str, pb.Adapter] = {}
         # What AsyncLLM looks at beyond the abstract class.
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
@@ -115,11 +122,14 @@ class ClusterCore(EngineCoreClient):
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Starts a request. Raises what `to_vllm_error` makes of a refusal."""
         try:
-            self._dispatcher.submit(engine_request(request), public_id=request.external_req_id or "")
+            self._dispatcher.submit(engine_request(request, self._adapters), public_id=request.external_req_id or "")
         except TwostrokeError as error:
             # AsyncLLM registered it already and does not clean up when this raises.
             self._processor.abort_requests([request.request_id], internal=True)
-            raise to_vllm_error(error) from error
+            refusal = to_vllm_error(error)
+            Admission.refuse(refusal)
+            raise refusal from error
+        Admission.accept()
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Ends requests on every worker."""
@@ -159,6 +169,19 @@ class ClusterCore(EngineCoreClient):
     async def is_scheduler_paused_async(self) -> bool:
         """Never."""
         return False
+
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        """Takes an adapter, or a new version of one. Raises what makes vLLM's server answer 404 when it is not there.
+
+        Workers load it with the first request that names it.
+        """
+        name, path = lora_request.lora_name, lora_request.lora_path
+        try:
+            digest = await asyncio.to_thread(adapter_digest, Path(path))
+        except OSError as error:
+            raise LoRAAdapterNotFoundError(name, path) from error
+        self._adapters[name] = pb.Adapter(name=name, path=path, digest=digest)
+        return True
 
     async def reset_prefix_cache_async(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -31,9 +31,9 @@ _FINISH = {
 }
 
 
-def make_llm(vllm_config: Any, dispatcher: Dispatcher, *, log_stats: bool) -> AsyncLLM:
+def make_llm(vllm_config: Any, dispatcher: Dispatcher, *, log_stats: bool, sse_comment_s: float) -> AsyncLLM:
     """An unmodified AsyncLLM whose engine core is the cluster."""
-    core = ClusterCore(dispatcher)
+    core = ClusterCore(dispatcher, sse_comment_s)
 
     def make_core(*_: Any, **__: Any) -> EngineCoreClient:
         return core

@@ -1,4 +1,4 @@
-"""ASGI middleware in front of vLLM's routes: 503 with a reason until the cluster can serve."""
+"""ASGI middleware in front of vLLM's routes: 503 until the cluster can serve, 404 for what it never does, and why."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 # These are about the router process itself, or need no engine.
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/docs", "/openapi.json", "/load"})
 
+# Routes of vLLM's server that are about the one engine behind it.
+NOT_SERVED = {
+    "/scale_elastic_ep": "it scales data parallel engines; start or stop workers instead",
+    "/is_scaling_elastic_ep": "it is about data parallel engines",
+    "/kv_event_sources": "it names one engine's events",
+    "/v1/systemone": "no model that is served here decides by it",
+}
+
 
 class ReadinessGate:
     """Added by its import path, as vLLM's --middleware wants it."""
@@ -21,20 +29,23 @@ class ReadinessGate:
         self._app = app
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
-        """Passes a request on, or answers that nothing can be served yet and why."""
+        """Passes a request on, or answers why it cannot be served, now or ever."""
         core = scope["app"].state.engine_client.engine_core
         if scope["type"] == "lifespan":
             core.on_http_start()
         elif scope["type"] == "http" and scope["path"] not in OPEN_PATHS and (waiting_for := core.waiting_for()):
-            await _unavailable(send, f"the router is not ready: it waits for {waiting_for}")
+            await _answer(send, 503, "ServiceUnavailableError", f"the router is not ready: it waits for {waiting_for}")
+            return
+        elif scope["type"] == "http" and (why := NOT_SERVED.get(scope["path"])):
+            await _answer(send, 404, "NotFoundError", f"{scope['path']} is not served through two pools: {why}")
             return
         await self._app(scope, receive, send)
 
 
-async def _unavailable(send: _Send, message: str) -> None:
-    body = json.dumps(
-        {"error": {"message": message, "type": "ServiceUnavailableError", "code": 503, "param": None}}
-    ).encode()
-    headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
+async def _answer(send: _Send, status: int, kind: str, message: str) -> None:
+    body = json.dumps({"error": {"message": message, "type": kind, "code": status, "param": None}}).encode()
+    headers = [(b"content-type", b"application/json")]
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -13,6 +13,9 @@ from twostroke.config import RouterSettings, locate_model, set_environment
 from twostroke.errors import ConfigError
 from twostroke.router.dispatch import Dispatcher
 
+# The last one is the outermost.
+_MIDDLEWARE = ("twostroke.router.vllm.event_stream.EventStreams", "twostroke.router.vllm.gate.ReadinessGate")
+
 
 def prepare_environment(settings: RouterSettings) -> None:
     """Sets what vLLM reads from the environment; call before importing it.
@@ -28,6 +31,8 @@ def prepare_environment(settings: RouterSettings) -> None:
     }
     if Path(settings.model).is_dir():
         values["HF_HUB_OFFLINE"] = "1"
+    if settings.lora_updates:
+        values["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     set_environment(**values)
 
 
@@ -38,17 +43,23 @@ def parse_arguments(settings: RouterSettings) -> Any:
 
     arguments = [
         *("--model", locate_model(settings.model), "--host", settings.host, "--port", str(settings.http_port)),
-        *("--dtype", settings.dtype, "--middleware", "twostroke.router.vllm.gate.ReadinessGate"),
+        *("--dtype", settings.dtype),
         *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
     ]
     if settings.served_model_name:
         arguments += ["--served-model-name", settings.served_model_name]
     if settings.max_model_len_tokens:
         arguments += ["--max-model-len", str(settings.max_model_len_tokens)]
+    adapters = settings.adapters()
+    if adapters or settings.lora_updates:
+        arguments.append("--enable-lora")
+    if adapters:
+        arguments += ["--lora-modules", *(f"{name}={folder}" for name, folder in adapters.items())]
     parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
     try:
         args = parser.parse_args([*arguments, *shlex.split(settings.vllm_args)])
         validate_parsed_serve_args(args)
+        args.middleware = [*args.middleware, *_MIDDLEWARE]
     except (SystemExit, ValueError, TypeError) as error:
         raise ConfigError(f"--vllm-args {settings.vllm_args!r} is not what vLLM's server takes: {error}") from error
     return args
@@ -59,7 +70,7 @@ def make_config(args: Any) -> Any:
 
     Raises ConfigError with vLLM's own first line for a model it refuses.
     """
-    from vllm.config import VllmConfig
+    from vllm.config import LoRAConfig, VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from twostroke.engine.vllm.launch import refusal
@@ -72,6 +83,8 @@ def make_config(args: Any) -> Any:
             model_config=model_config,
             logging_config=engine_args.create_logging_config(),
             structured_outputs_config=engine_args.create_structured_outputs_config(),
+            # Only that there is one: ranks and numbers are the workers' business.
+            lora_config=LoRAConfig() if args.enable_lora else None,
         )
     except (ValueError, OSError) as error:
         raise refusal(args.model, error) from error
@@ -85,7 +98,9 @@ class HttpEdge:
 
         self._settings = settings
         self._args = args
-        self._llm = make_llm(config, dispatcher, log_stats=not args.disable_log_stats)
+        self._llm = make_llm(
+            config, dispatcher, log_stats=not args.disable_log_stats, sse_comment_s=settings.sse_comment_s
+        )
         names = args.served_model_name or [args.model]
         self.front_end = VllmFrontEnd(self._llm, dispatcher, names[0])
 

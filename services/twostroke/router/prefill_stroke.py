@@ -1,0 +1,109 @@
+"""The first stroke of a request: one prompt on one prefill worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import grpc.aio
+
+from twostroke.errors import EngineError, WorkerLostError
+from twostroke.router.member import Member
+from twostroke.rpc.status import to_error
+from twostroke.v1.engine_pb2 import EngineRequest
+from twostroke.v1.kv_pb2 import Handoff
+from twostroke.v1.prefill_pb2 import PrefillFirstToken, PrefillRequest
+
+
+class PrefillStroke:
+    """Runs from its making to `close`. on_first_token is called with the first token the moment it comes."""
+
+    def __init__(
+        self,
+        member: Member,
+        request: EngineRequest,
+        timeout_s: float,
+        on_first_token: Callable[[PrefillFirstToken], None],
+    ) -> None:
+        assert member.info is not None
+        self.member = member
+        self.handoff: Handoff | None = None
+        """The KV on offer: as it was when prefill started, where it can be read while prefill runs, then as it is."""
+        self.has_first_token = False
+        self.ended_answer = False
+        """The first token was the last."""
+        self._on_first_token = on_first_token
+        self._offered = asyncio.Event()
+        self._prompt_tokens = len(request.prompt_token_ids)
+        self._call = member.prefill.Prefill(
+            PrefillRequest(request=request, worker_epoch=member.info.epoch), timeout=max(0.001, timeout_s)
+        )
+        self.ended = asyncio.get_running_loop().create_task(self._run(), name=f"prefill {request.request_id}")
+        """Done when the worker has said everything; it raises what broke the call."""
+        # Nobody asks for it once the answer is complete.
+        self.ended.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def offer(self) -> Handoff | None:
+        """The KV on offer, as soon as there is any; None when there will be none, since the first token is the last.
+
+        Raises what broke the call.
+        """
+        waiting = asyncio.get_running_loop().create_task(self._offered.wait())
+        try:
+            await asyncio.wait({waiting, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self.handoff is None:
+            await self.ended
+        return self.handoff
+
+    @property
+    def broken(self) -> bool:
+        """Whether the call ended without the worker's having said everything."""
+        return self.error is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        """What broke the call, if anything did."""
+        return self.ended.exception() if self.ended.done() and not self.ended.cancelled() else None
+
+    def close(self) -> None:
+        """Cancels what still runs."""
+        self._call.cancel()
+        self.ended.cancel()
+
+    async def _run(self) -> None:
+        member = self.member
+        member.prefill_tokens += self._prompt_tokens
+        try:
+            async for response in self._call:
+                event = response.WhichOneof("event")
+                if event == "started" and response.started.HasField("handoff"):
+                    self._offer(response.started.handoff)
+                elif event == "first_token":
+                    self._first_token(response.first_token)
+                elif event == "finished" and response.finished.HasField("handoff"):
+                    self._offer(response.finished.handoff)
+        except grpc.aio.AioRpcError as error:
+            raise self._lost(error) from error
+        finally:
+            member.prefill_tokens -= self._prompt_tokens
+
+    def _offer(self, handoff: Handoff) -> None:
+        self.handoff = handoff
+        self._offered.set()
+
+    def _first_token(self, first: PrefillFirstToken) -> None:
+        self.has_first_token = True
+        if first.HasField("finish"):
+            self.ended_answer = True
+            # What was on offer early is not any more.
+            self.handoff = None
+        self._on_first_token(first)
+
+    def _lost(self, error: grpc.aio.AioRpcError) -> Exception:
+        cause = to_error(error)
+        if isinstance(cause, EngineError):
+            # The request did nothing wrong; another worker has another engine.
+            return WorkerLostError(f"prefill worker {self.member.worker_id} failed: {cause.message}")
+        return cause

@@ -1,0 +1,60 @@
+"""How far a request is, across all attempts at it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from twostroke.policy.placement import PlacementRequest
+from twostroke.router.output import Output, Trail
+from twostroke.v1.engine_pb2 import EngineRequest, Finish, Logprobs, PromptStats
+
+
+class Progress:
+    """What the client has, what failed, and how much time is left. deadline_s: a moment of the monotonic clock."""
+
+    def __init__(self, request: EngineRequest, emit: Callable[[Output], None], deadline_s: float) -> None:
+        self.request = request
+        self.trail = Trail()
+        self.delivered: list[int] = []
+        """The tokens that the client has."""
+        self.ended = False
+        """The client has the end of the answer."""
+        self.failed_on: set[str] = set()
+        """Addresses of workers that failed this request."""
+        self.block_tokens = 1
+        """Tokens per KV block of the decode worker."""
+        self._emit = emit
+        self._deadline_s = deadline_s
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline."""
+        return self._deadline_s - time.monotonic()
+
+    def placement(self) -> PlacementRequest:
+        """What placement needs to know."""
+        return PlacementRequest(len(self.request.prompt_token_ids), frozenset(self.failed_on))
+
+    def copy(self, request_id: str) -> EngineRequest:
+        """The request under the id of an attempt."""
+        copied = EngineRequest()
+        copied.CopyFrom(self.request)
+        copied.request_id = request_id
+        return copied
+
+    def deliver(
+        self,
+        token_ids: list[int],
+        logprobs: Logprobs | None,
+        finish: Finish | None,
+        prompt: PromptStats | None = None,
+        prompt_logprobs: Logprobs | None = None,
+    ) -> None:
+        """Passes new tokens on, and with the last of them how the answer ended."""
+        if self.trail.first_token_s is None and token_ids:
+            self.trail.first_token_s = time.monotonic()
+        self.delivered.extend(token_ids)
+        if finish is not None:
+            self.ended = True
+            self.trail.finished_s = time.monotonic()
+        self._emit(Output(self.request.request_id, token_ids, logprobs, prompt, prompt_logprobs, finish))
