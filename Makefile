@@ -3,6 +3,7 @@
 ENGINE ?= cpu
 MODEL ?=
 ARGS ?=
+URL ?= http://127.0.0.1:8000
 PIP_ARGS ?=
 VENV ?= .venv
 # Of the supported versions the first that really runs: a version manager's shim may be there without its Python.
@@ -20,7 +21,7 @@ BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install up down status test test-fast lint proto bench-router bench-start bench-pull soak-fence clean
+.PHONY: help install up down status test test-fast lint proto parity fuzz bench-router bench-start bench-pull bench-handoff soak-fence clean
 
 help: ## Lists these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,11 +59,22 @@ proto: $(BASE) ## Generates services/twostroke/v1 from protos/
 bench-router: install ## Measures what the router adds to a request; writes build/bench/router.json
 	@$(BIN)/python -m twostroke.bench.router $(ARGS)
 
+parity: install ## Asks one engine and two pools the same and compares; writes build/bench/parity.json
+	@$(BIN)/python -m twostroke.bench.parity $(ARGS)
+
+fuzz: ## Sends a running server (URL=...) whatever its schema allows; fails on any answer of 500 or above
+	@test -x build/fuzz/bin/schemathesis || { $(PYTHON) -m venv build/fuzz && build/fuzz/bin/pip install -qq 'schemathesis>=4,<5'; }
+	@build/fuzz/bin/schemathesis run $(URL)/openapi.json --url $(URL) --checks not_a_server_error --phases examples,fuzzing \
+		--max-examples 20 --request-timeout 60 --exclude-path-regex 'docs|adapter' $(ARGS)
+
 bench-start: install ## Measures how fast clusters start; writes build/bench/start.json
 	@$(BIN)/python -m twostroke.bench.start $(ARGS)
 
 bench-pull: install ## Measures raw pulls of KV blocks; writes build/bench/pull.json
 	@$(BIN)/python -m twostroke.bench.pull $(ARGS)
+
+bench-handoff: install ## Measures the hand-off next to vLLM's stock connector; writes build/bench/handoff.json
+	@$(BIN)/python -m twostroke.bench.handoff $(ARGS)
 
 soak-fence: install ## Looks for bytes that land after a transfer was given up; writes build/bench/soak_fence.json
 	@$(BIN)/python -m twostroke.bench.soak_fence $(ARGS)

@@ -182,6 +182,31 @@ def worker(context: typer.Context) -> None:
     _process("worker", context.args)
 
 
+@app.command(context_settings=_PASS, rich_help_panel="Without a cluster", help="Simulates a fleet; see its --help.")
+def sim(context: typer.Context) -> None:
+    _tool("sim", context.args)
+
+
+@app.command(
+    context_settings=_PASS, rich_help_panel="Without a cluster", help="Finds the fleet for a load; see its --help."
+)
+def plan(context: typer.Context) -> None:
+    _tool("plan", context.args)
+
+
+@app.command(
+    context_settings=_PASS, rich_help_panel="Any cluster", help="Measures a worker for sim and plan; see its --help."
+)
+def profile(context: typer.Context) -> None:
+    _tool("profile", context.args)
+
+
+def _tool(name: str, argv: Sequence[str]) -> NoReturn:
+    from twostroke.sim import cli
+
+    _end(cli.run(name, argv))
+
+
 def _process(name: str, argv: Sequence[str]) -> NoReturn:
     module, preset = _PROCESSES[name]
     sys.exit(importlib.import_module(module).main([*preset, *argv]))

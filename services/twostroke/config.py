@@ -22,7 +22,8 @@ from twostroke.errors import ConfigError
 
 EngineKind = Literal["vllm", "reference"]
 RoleName = Literal["prefill", "decode", "both"]
-KvConnector = Literal["nixl"]
+KvConnector = Literal["twostroke", "nixl"]
+KvTransport = Literal["ucx", "nixl"]
 FrontEndKind = Literal["vllm", "plain"]
 Address = Annotated[str, StringConstraints(pattern=r"^.+:\d+$")]
 
@@ -66,20 +67,39 @@ class WorkerSettings(_Settings):
     step_budget_tokens: int = Field(512, gt=0, description="Most tokens one engine step computes.")
     max_sequences: int = Field(64, gt=0, description="Most sequences one engine step runs.")
     kv_bytes: int = Field(0, ge=0, description="KV memory; 0 lets the engine choose (2 GiB on CPU).")
-    kv_connector: KvConnector = Field("nixl", description="How KV moves between vLLM workers.")
+    kv_connector: KvConnector = Field(
+        "twostroke",
+        description="How KV moves between vLLM workers: ours, while prefill computes, or vLLM's nixl, afterwards.",
+    )
+    kv_transport: KvTransport = Field("ucx", description="What moves it under our connector: our UCX binding, or NIXL.")
+    kv_library: str = Field("", description="Path of libucp.so.0; found by itself when empty.")
+    kv_verify: bool = Field(True, description="Compare digests of all KV that arrives, where it lies in host memory.")
+    kv_recompute_tokens: int = Field(
+        512,
+        ge=0,
+        description="Prompt tokens that decode computes itself rather than fail, when their KV did not arrive.",
+    )
     kv_host: str = Field("127.0.0.1", description="Address at which other workers fetch KV.")
     kv_port: int = Field(0, ge=0, le=65535, description="Port of the KV side channel; 0 picks a free one.")
     kv_lease_s: int = Field(30, gt=0, description="How long KV is held for a decode worker that does not ask for it.")
+    kv_stall_s: float = Field(10.0, gt=0, description="How long decode waits for the next chunk of a prompt's KV.")
     block_size_tokens: int = Field(0, ge=0, description="Tokens per KV block; 0 is the engine's own.")
     cores: str = Field("", description="CPU cores for computing, such as '0' or '0-3'; empty is all.")
     tensor_parallel: int = Field(1, gt=0, description="Devices per worker.")
     gpu_memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of GPU memory to use.")
+    max_loras: int = Field(0, ge=0, description="LoRA adapters that one step may use; 0 serves none.")
+    max_lora_rank: int = Field(16, gt=0, description="Highest rank of an adapter.")
+    reasoning_parser: str = Field(
+        "", description="As the router's --vllm-args has it; grammars then rule after the reasoning, not within it."
+    )
     eager: bool | None = Field(None, description="Skip compilation and graph capture; the default is to skip on CPU.")
     reference_step_ms: float = Field(1.0, ge=0, description="Reference engine: time of a step.")
     reference_token_us: float = Field(20.0, ge=0, description="Reference engine: time per prompt token in a step.")
     reference_blocks: int = Field(4096, gt=0, description="Reference engine: KV blocks.")
+    reference_late: bool = Field(False, description="Reference engine: offer KV only when the prompt is done.")
     reference_faults: str = Field("", description="Reference engine: fault plan as JSON; see docs/reference_engine.md.")
     drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
+    step_log: str = Field("", description="File to which vLLM writes begin and end of every step; for benchmarks.")
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     rpc: RpcSettings = RpcSettings()
 
@@ -102,14 +122,31 @@ class RouterSettings(_Settings):
     max_model_len_tokens: int = Field(0, ge=0, description="Longest sequence; 0 is the model's own.")
     dtype: str = Field("auto", description="As on the workers.")
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of requests that bring none.")
-    handoff_timeout_s: float = Field(30.0, gt=0, description="How long decode may take to get a prompt's KV.")
+    handoff_timeout_s: float = Field(30.0, gt=0, description="How long a prompt's KV may take after prefill.")
     prefill_attempts: int = Field(3, gt=0, description="How often a prompt is placed before the request fails.")
+    lora: str = Field("", description="LoRA adapters to serve as models: name=folder, several separated by commas.")
+    lora_updates: bool = Field(False, description="Takes adapters at run time: /v1/load_lora_adapter and its opposite.")
+    sse_comment_s: float = Field(
+        10.0, ge=0, description="Seconds without an event after which a stream gets a comment line; 0 sends none."
+    )
     vllm_args: str = Field(
         "", description="Further arguments of vLLM's API server, such as '--tool-call-parser hermes'."
     )
     drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     rpc: RpcSettings = RpcSettings()
+
+    def adapters(self) -> dict[str, str]:
+        """Names and absolute folders of --lora. Raises ConfigError naming the entry that is not name=folder."""
+        found: dict[str, str] = {}
+        for entry in filter(None, (part.strip() for part in self.lora.split(","))):
+            name, _, folder = entry.partition("=")
+            if not name or not folder or name in found:
+                raise ConfigError(
+                    f"--lora has {entry!r}; write name=folder, each name once, several separated by commas"
+                )
+            found[name] = str(Path(folder).absolute())
+        return found
 
     def worker_targets(self) -> tuple[str, ...]:
         """The configured workers. Raises ConfigError naming the entry that is not host:port."""

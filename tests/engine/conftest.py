@@ -1,70 +1,44 @@
-"""The real engine, once per test run: a plain one for the truth, then two pools through `twostroke up`."""
+"""The real engine, once per test run: a plain vLLM API server for the truth, and two pools through `twostroke up`."""
 
 import json
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cluster.reference_cluster import free_ports
+from twostroke.bench.parity.row import MODEL as ROWS_MODEL
+from twostroke.bench.parity.systems import KV_BYTES, Extras, router_args, systems
+from twostroke.bench.stacks import Served
+from twostroke.config import RpcSettings
+from twostroke.launch import devices
+from twostroke.rpc.channel import connect
+from twostroke.v1 import cluster_pb2, cluster_pb2_grpc
 
-WORDS = """
-the river runs past an old mill where two brothers grind wheat for bread and sell it every morning at the market near a
-stone bridge while children count boats and dogs sleep in the warm dust of the road to town
-""".split()
-
-LENGTHS = (1, 2, 3, 5, 8, 16, 31, 63, 100, 127, 128, 129, 200, 255, 256, 257, 300, 511, 512, 513, 900, 1500, 3000)
-
-
-def story(seed: int) -> str:
-    """Text that differs from its first word on; about one token a word."""
-    return " ".join(f"{WORDS[(i * (seed + 3) + seed) % len(WORDS)]}" for i in range(4000))
-
-
-def cases() -> dict[str, dict[str, Any]]:
-    greedy: dict[str, dict[str, Any]] = {
-        f"{length} tokens": {"prompt": story(length), "tokens": length, "max_tokens": 16} for length in LENGTHS
-    }
-    greedy["penalties"] = {
-        "prompt": story(7),
-        "tokens": 90,
-        "max_tokens": 24,
-        "presence_penalty": 0.7,
-        "frequency_penalty": 0.4,
-        "repetition_penalty": 1.2,
-    }
-    greedy["min tokens"] = {"prompt": "The capital of France is", "max_tokens": 40, "min_tokens": 30}
-    greedy["stop"] = {"prompt": "Count: 1, 2, 3, 4,", "max_tokens": 40, "stop": ["9, 10"]}
-    return greedy
+MODEL = "SmolLM2-135M-Instruct"
+MAX_MODEL_LEN_TOKENS = 2048
+START_S = 200.0
+# By the first name tests ask for it, by the second the rows of the parity table do.
+_NAMES = ("--served-model-name", MODEL, ROWS_MODEL)
 
 
-@pytest.fixture(scope="session")
-def model() -> str:
-    """Folder of the bundled model, converted if need be."""
-    command = [sys.executable, "-m", "twostroke", "model", "fetch"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
+@dataclass(frozen=True)
+class Engines:
+    """One plain engine's API server, and a cluster of one prefill and one decode worker."""
 
-
-@pytest.fixture(scope="session")
-def truth(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The answers of one plain engine to `cases()`."""
-    path = tmp_path_factory.mktemp("truth") / "answers.json"
-    script = Path(__file__).parent / "single_engine.py"
-    done = subprocess.run(
-        [sys.executable, str(script), model, str(path)],
-        input=json.dumps(cases()),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers: dict[str, Any] = json.loads(path.read_text())
-    return answers
+    model: str
+    """Folder."""
+    one: tuple[str, int]
+    two: tuple[str, int]
+    grpc: str
 
 
 @dataclass(frozen=True)
@@ -77,38 +51,98 @@ class TwoPools:
 
 
 @pytest.fixture(scope="session")
-def two_pools(model: str, truth: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoPools]:
-    """One router, one prefill worker, one decode worker, each worker on its own core.
+def model() -> str:
+    """Folder of the bundled model, converted if need be."""
+    command = [sys.executable, "-m", "twostroke", "model", "fetch"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
 
-    Needs `truth` first: the machine has no memory and no cores for both at once.
-    """
+
+@contextmanager
+def started(model: str, folder: Path, extras: Extras) -> Iterator[Engines]:
+    """Both systems, started side by side. Their logs must hold no traceback at the end."""
+    served = Served(model, KV_BYTES, MAX_MODEL_LEN_TOKENS)
+    extra = replace(extras, one=(*_NAMES, *extras.one))
+    spec = systems(served, devices.detect(os.environ), os.environ, extra)[0].processes[0]
     http, grpc = free_ports(2)
-    run_dir = tmp_path_factory.mktemp("run")
-    environment = {**os.environ, "TWOSTROKE_RUN_DIR": str(run_dir)}
+    environment = {**os.environ, "TWOSTROKE_RUN_DIR": str(folder / "run")}
+    length = f"--max-model-len-tokens={MAX_MODEL_LEN_TOKENS}"
+    workers = shlex.join([length, f"--kv-bytes={KV_BYTES}", *extras.worker])
+    router = shlex.join([length, *router_args(extras, *_NAMES)])
+    ports = ("--http-port", str(http), "--grpc-port", str(grpc))
     command = [sys.executable, "-m", "twostroke"]
-    up = subprocess.run(
-        [
-            *command,
-            "up",
-            "--detach",
-            "--no-ask",
-            "--dtype",
-            "float32",
-            "--http-port",
-            str(http),
-            "--grpc-port",
-            str(grpc),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert up.returncode == 0, up.stdout + up.stderr
+    up = [*command, "up", "--detach", "--no-ask", "--dtype", "float32", *ports]
+    with (folder / "one.log").open("wb") as log:
+        one = subprocess.Popen(spec.command, env=dict(spec.environment), stdout=log, stderr=log)
     try:
-        yield TwoPools("SmolLM2-135M-Instruct", f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}")
+        done = subprocess.run(
+            [*up, "--worker-args", workers, "--router-args", router],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        host, _, port = spec.address.rpartition(":")
+        _until_healthy(f"http://{spec.address}/health", one, folder / "one.log")
+        yield Engines(model, (host, int(port)), ("127.0.0.1", http), f"127.0.0.1:{grpc}")
     finally:
+        one.terminate()
         down = subprocess.run([*command, "down"], env=environment, capture_output=True, text=True, check=False)
+        one.wait(30)
         assert down.returncode == 0, down.stdout + down.stderr
-    for log in run_dir.glob("*.log"):
+    for log in (folder / "run").glob("*.log"):
         assert "Traceback" not in log.read_text(), f"{log.name}:\n{log.read_text()[-5000:]}"
+
+
+def _until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < deadline_s:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except OSError:
+            time.sleep(0.3)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+@pytest.fixture(scope="session")
+def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """Both systems, for all tests of them."""
+    with started(model, tmp_path_factory.mktemp("engines"), Extras()) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="session")
+def two_pools(engines: Engines) -> TwoPools:
+    """The cluster of the two: one router, one prefill worker, one decode worker, each worker on its own core."""
+    return TwoPools(MODEL, f"http://{engines.two[0]}:{engines.two[1]}", engines.grpc)
+
+
+async def watch(
+    grpc: str, condition: Callable[[cluster_pb2.WatchResponse], object], timeout_s: float = 60
+) -> cluster_pb2.WatchResponse:
+    """The first view of the cluster that the condition holds for."""
+    view = None
+    async with connect(grpc, RpcSettings()) as channel:
+        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+        async for view in stub.Watch(cluster_pb2.WatchRequest(), timeout=timeout_s):
+            if condition(view):
+                return view
+    raise AssertionError(f"the watch ended with {view}")
+
+
+def served_by(before: cluster_pb2.WatchResponse, after: cluster_pb2.WatchResponse) -> set[str]:
+    """The workers that computed prompts or wrote tokens between two views."""
+
+    def work(view: cluster_pb2.WatchResponse) -> dict[str, int]:
+        return {w.info.worker_id: w.load.generated_tokens for w in view.workers}
+
+    return {name for name, count in work(after).items() if count != work(before)[name]}
+
+
+def body_of(text: bytes) -> object:
+    """JSON, or the text where it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.decode(errors="replace")

@@ -42,7 +42,7 @@ def test_every_request_field_travels_or_is_refused_by_name() -> None:
 
     travels = {
         *("request_id", "prompt_token_ids", "sampling_params", "cache_salt", "priority", "trace_headers"),
-        *("reasoning_ended", "reasoning_parser_kwargs", "session_id"),
+        *("reasoning_ended", "reasoning_parser_kwargs", "session_id", "lora_request"),
     }
     # Bookkeeping between vLLM's own processes.
     local = {

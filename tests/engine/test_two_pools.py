@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from engine.conftest import TwoPools, cases
+from engine.conftest import MODEL, TwoPools
 from twostroke.config import RpcSettings
 from twostroke.rpc.channel import connect
 from twostroke.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
@@ -18,7 +18,6 @@ from twostroke.v1.inference_pb2 import ChatMessage, ChatMessages, GenerateReques
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-MODEL = "SmolLM2-135M-Instruct"
 BLOCK_TOKENS = 128
 TOKEN_BYTES = 45 * 1024
 
@@ -58,23 +57,6 @@ async def until_empty(channel: grpc.aio.Channel) -> cluster_pb2.WatchResponse:
     raise AssertionError("the watch ended")
 
 
-@pytest.mark.parametrize("name", cases())
-async def test_greedy_answers_equal_one_engine_token_for_token(
-    name: str, truth: dict[str, Any], channel: grpc.aio.Channel
-) -> None:
-    case, expected = cases()[name], truth[name]
-    case.pop("tokens", None)
-    case.pop("prompt")
-    tokens, text, last = await generate(channel, expected["prompt"], **case)
-    assert tokens == expected["token_ids"]
-    assert text == expected["text"]
-    assert last.usage.prompt_tokens == len(expected["prompt"])
-    assert last.usage.completion_tokens == len(tokens)
-    assert last.timeline.prefill_worker_id == "prefill-0"
-    assert last.timeline.decode_worker_id == "decode-0"
-    assert last.timeline.decode_computed_tokens <= BLOCK_TOKENS
-
-
 async def test_the_kv_really_moved(channel: grpc.aio.Channel) -> None:
     before = await until_empty(channel)
     prompt = [(i * 37) % 30000 + 200 for i in range(700)]
@@ -95,10 +77,11 @@ async def test_the_kv_really_moved(channel: grpc.aio.Channel) -> None:
     assert computed["decode-0"] < computed["prefill-0"] / 20
 
 
-async def test_two_requests_at_once(truth: dict[str, Any], channel: grpc.aio.Channel) -> None:
-    names = ["100 tokens", "300 tokens"]
-    answers = await asyncio.gather(*(generate(channel, truth[name]["prompt"], max_tokens=16) for name in names))
-    assert [answer[0] for answer in answers] == [truth[name]["token_ids"] for name in names]
+async def test_two_requests_at_once(channel: grpc.aio.Channel) -> None:
+    prompts = [[(i * 41) % 30000 + 200 for i in range(length)] for length in (100, 300)]
+    alone = [await generate(channel, prompt, max_tokens=16) for prompt in prompts]
+    together = await asyncio.gather(*(generate(channel, prompt, max_tokens=16) for prompt in prompts))
+    assert [answer[0] for answer in together] == [answer[0] for answer in alone]
 
 
 async def test_streaming_and_not_streaming_say_the_same(client: openai.AsyncOpenAI) -> None:
@@ -161,7 +144,7 @@ async def test_text_and_chat_over_grpc(channel: grpc.aio.Channel) -> None:
 
 
 async def test_a_prompt_longer_than_the_model_is_a_400_that_names_the_limit(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="8192"):
+    with pytest.raises(openai.BadRequestError, match="2048"):
         await client.completions.create(model=MODEL, prompt=[5] * 9000, max_tokens=1)
 
 
@@ -203,7 +186,7 @@ async def test_an_abort_frees_blocks_on_both_sides(channel: grpc.aio.Channel, pi
 
 async def test_an_abort_in_prefill_frees_blocks(channel: grpc.aio.Channel) -> None:
     request = GenerateRequest(
-        tokens=TokenSequence(token_ids=[(i * 13) % 9000 + 300 for i in range(4000)]),
+        tokens=TokenSequence(token_ids=[(i * 13) % 9000 + 300 for i in range(2000)]),
         sampling=SamplingParams(max_tokens=20, temperature=0),
     )
     call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=120)

@@ -26,7 +26,7 @@ def other_value(flag: Flag) -> Any:
         return default / 2 or 0.5
     if annotation is int:
         return default + 1
-    if annotation == bool | None:
+    if annotation in (bool, bool | None):
         return True
     assert annotation is str
     return "localhost:7"

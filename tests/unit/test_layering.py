@@ -21,11 +21,13 @@ ALLOWED = {
     "prefill": {"worker"},
     "decode": {"worker"},
     "launch": {"rpc", "client", "flags"},
-    "bench": {"rpc", "client", "launch", "telemetry", "policy", "engine", "kv"},
+    "measures": set(),
+    "sim": {"measures", "policy", "rpc"},
+    "bench": {"measures", "sim", "rpc", "client", "launch", "telemetry", "policy", "engine", "kv"},
     "flags": set(),
     "errors": set(),
     "config": set(),
-    "cli": {"launch", "router", "worker", "bench"},
+    "cli": {"launch", "router", "worker", "bench", "sim"},
     "__main__": {"cli"},
 }
 COMMON = {"errors", "config", "v1"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from twostroke.bench.load import MODEL
@@ -84,9 +84,9 @@ class Builder:
         self._ports.append(port)
         return port
 
-    def direct(self) -> Stack:
-        """One vLLM API server, its engine on the core on which the others decode."""
-        server = self._api_server("direct", index=1, role="")
+    def direct(self, *extra: str) -> Stack:
+        """One vLLM API server, its engine on the core on which the others decode. extra: further arguments of it."""
+        server = self._api_server("direct", index=1, role="", extra=extra)
         return Stack(DIRECT, ((server,),), _split(server.address), (), ("direct",))
 
     def vllm_router(self) -> Stack:
@@ -109,10 +109,11 @@ class Builder:
             ("vllm-prefill", "vllm-decode"),
         )
 
-    def twostroke(self) -> Stack:
+    def twostroke(self, worker_args: Sequence[str] = (), router_args: Sequence[str] = ()) -> Stack:
         """Our router, one prefill and one decode worker, as `twostroke up` starts them.
 
-        Call it before the others: its workers' ports are chosen without knowing of theirs.
+        Call it before the others: its workers' ports are chosen without knowing of theirs. worker_args, router_args:
+        further flags.
         """
         http_port, grpc_port = self._port(), self._port()
         length = f"--max-model-len-tokens={self._served.max_model_len_tokens}"
@@ -133,8 +134,9 @@ class Builder:
                 f"--max-sequences={_MAX_SEQUENCES}",
                 "--drain-s=1",
                 "--log-level=WARNING",
+                *worker_args,
             ),
-            router_args=(length, "--drain-s=1", "--log-level=WARNING"),
+            router_args=(length, "--drain-s=1", "--log-level=WARNING", *router_args),
         )
         made = plan.make(options, self._devices, self._environment)
         self._ports += [int(worker.address.rpartition(":")[2]) for worker in made.workers]
@@ -146,7 +148,7 @@ class Builder:
             tuple(worker.name for worker in made.workers),
         )
 
-    def _api_server(self, name: str, index: int, role: str) -> ProcessSpec:
+    def _api_server(self, name: str, index: int, role: str, extra: Sequence[str] = ()) -> ProcessSpec:
         port = self._port()
         served = self._served
         command = [
@@ -164,6 +166,7 @@ class Builder:
             *("--max-num-batched-tokens", str(_STEP_BUDGET_TOKENS), "--max-num-seqs", str(_MAX_SEQUENCES)),
             *("--generation-config", "vllm", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
         ]
+        command += extra
         if role:
             command += ["--kv-transfer-config", json.dumps(_kv_transfer(role))]
         return ProcessSpec(name, tuple(command), f"{_HOST}:{port}", self._placed(index))

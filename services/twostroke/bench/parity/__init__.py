@@ -1,0 +1,1 @@
+"""One table of requests, asked of one vLLM engine and of two pools, and the answers compared field by field."""
