@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -249,6 +250,33 @@ async def test_a_prefill_worker_that_stays_silent_costs_the_client_no_more_than_
             await cluster.ask(request(prompt(2000, 1), 5), timeout_s=1.5)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await cluster.until(lambda view: not view.requests and not decode_blocks(view))
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_process_that_is_stopped_in_mid_transfer_is_treated_as_lost_and_comes_back_clean(side: str) -> None:
+    """O-26, O-33, O-78: it neither answers nor dies; what it does when it goes on harms nobody."""
+    flags = (*SLOW, "--kv-stall-s", "0.5")
+    router = ("--handoff-timeout-s", "0.5")
+    async with running(prefill=2, decode=2, worker_flags=flags, router_flags=router) as cluster:
+        tokens = prompt(1500, 1)
+        asked = asyncio.create_task(cluster.ask(request(tokens, 20)))
+        busy = {"prefill": lambda each: each.load.pending_prompt_tokens, "decode": lambda each: each.load.used_blocks}
+        view = await cluster.until(lambda view: decode_blocks(view) and any(map(busy["prefill"], view.workers)))
+        victim = next(
+            each.info.worker_id for each in view.workers if each.info.worker_id.startswith(side) and busy[side](each)
+        )
+        cluster.signal(victim, signal.SIGSTOP)
+        answer = await asked
+        assert answer.token_ids == oracle(tokens, 20)
+        timeline = answer.last.timeline
+        assert victim not in (timeline.prefill_worker_id, timeline.decode_worker_id)
+        assert timeline.attempts == (2 if side == "prefill" else 1)
+        cluster.signal(victim, signal.SIGCONT)
+        await cluster.ready(4)
+        await cluster.empty()
+        prompts = [prompt(100, index) for index in range(8)]
+        answers = await asyncio.gather(*(cluster.ask(request(each, 5)) for each in prompts))
+        assert [each.token_ids for each in answers] == [oracle(each, 5) for each in prompts]
 
 
 @pytest.mark.parametrize("fault", ["crash", "exit"])

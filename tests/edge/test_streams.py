@@ -100,30 +100,34 @@ async def test_a_silent_prefill_is_bridged_with_comment_lines(model: str) -> Non
         assert messages.events[-1]["type"] == "message_stop"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
-async def test_a_worker_that_dies_ends_the_stream_with_an_error(model: str, path: str) -> None:
-    """O-58: an error event, no end mark, no finish reason."""
-    async with _dying(model) as edge:
-        asked = body(max_tokens=2000) if path == "/v1/completions" else {**CHAT, "temperature": 0, "ignore_eos": True}
-        if path == "/v1/responses":
-            asked = {"model": MODEL, "input": "Hi.", "ignore_eos": True}
-        answer = await edge.stream(
-            path, **asked, **({"max_tokens": 2000} if "chat" in path or "messages" in path else {})
-        )
-        assert answer.status == 200
-        assert answer.errors, answer.lines[-5:]
-        assert not answer.ended
-        kinds = {event.get("type") for event in answer.events}
-        assert not kinds & {"message_stop", "response.completed"}
-        reasons = [choice["finish_reason"] for event in answer.events for choice in event.get("choices", ())]
-        assert not any(reasons)
+DYING = {
+    "/v1/completions": body(max_tokens=2000),
+    "/v1/chat/completions": {
+        **CHAT,
+        "temperature": 0,
+        "ignore_eos": True,
+        "max_tokens": 2000,
+        "return_token_ids": True,
+    },
+    "/v1/messages": {**CHAT, "temperature": 0, "max_tokens": 2000},
+    "/v1/responses": {"model": MODEL, "input": "Hi.", "temperature": 0, "max_output_tokens": 2000},
+}
 
 
-@asynccontextmanager
-async def _dying(model: str) -> AsyncIterator[Edge]:
+async def test_a_worker_that_dies_ends_every_stream_with_an_error(model: str) -> None:
+    """O-58: an error event, no end mark, no finish reason, on every route that streams."""
     own = {"decode-0": ("--reference-faults", '[{"at_step": 12, "fault": "exit"}]')}
     async with http_edge(model, own_flags=own, router_flags=("--prefill-attempts", "1")) as edge:
-        yield edge
+        answers = await asyncio.gather(*(edge.stream(path, **asked) for path, asked in DYING.items()))
+    for path, answer in zip(DYING, answers, strict=True):
+        assert answer.status == 200, path
+        assert answer.errors, (path, answer.lines[-5:])
+        assert not answer.ended, path
+        kinds = {event.get("type") for event in answer.events}
+        assert not kinds & {"message_stop", "response.completed"}, path
+        reasons = [choice["finish_reason"] for event in answer.events for choice in event.get("choices", ())]
+        assert not any(reasons), path
+    assert len(answers[0].token_ids) > 1, "some of the answer had been sent"
 
 
 async def test_a_retry_repeats_no_text(model: str) -> None:

@@ -11,17 +11,17 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.conftest import Engines, started
+from engine.conftest import MAX_MODEL_LEN_TOKENS, Engines, started
 from twostroke.bench.parity.adapter import RANK, write_adapter
 from twostroke.bench.parity.row import MODEL, completion, story, tokens_of
 from twostroke.bench.parity.run import Outcome, ask, ask_all
 from twostroke.bench.parity.systems import with_adapters_and_reasoning
-from twostroke.bench.parity.table_chat import reasoning_rows
-from twostroke.bench.parity.table_lora import ADAPTERS, lora_rows
+from twostroke.bench.parity.table import second_rows
+from twostroke.bench.parity.table_lora import ADAPTERS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-ROWS = [*lora_rows(), *reasoning_rows()]
+ROWS = second_rows(MAX_MODEL_LEN_TOKENS)
 
 
 @dataclass(frozen=True)

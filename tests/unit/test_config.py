@@ -30,3 +30,16 @@ def test_wrong_workers_are_named(workers: str, named: str) -> None:
 
 def test_workers_may_be_ipv6() -> None:
     assert load(RouterSettings, workers="[::1]:7001, host:7002").worker_targets() == ("[::1]:7001", "host:7002")
+
+
+def test_adapters_have_a_name_and_a_folder() -> None:
+    found = load(RouterSettings, lora="a=/adapters/a, b=/adapters/b").adapters()
+    assert found == {"a": "/adapters/a", "b": "/adapters/b"}
+    assert load(RouterSettings).adapters() == {}
+
+
+@pytest.mark.parametrize(("lora", "named"), [("a", "'a'"), ("=x", "'=x'"), ("a=", "'a='"), ("a=x,a=y", "'a=y'")])
+def test_wrong_adapters_are_named(lora: str, named: str) -> None:
+    with pytest.raises(ConfigError, match="--lora") as caught:
+        load(RouterSettings, lora=lora).adapters()
+    assert named in caught.value.message

@@ -11,6 +11,10 @@ from twostroke.v1.kv_pb2 import KvLayout
 _HEAD_BYTES = 1 << 20
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 
+CUTTING_CONNECTOR = "twostroke"
+CUTTABLE_ORDER = "LBHNC"
+"""Layer, block, head, token, content: the tokens of a head follow each other."""
+
 _FIELDS = tuple(field.name for field in KvLayout.DESCRIPTOR.fields)
 
 
@@ -33,13 +37,27 @@ def model_digest(folder: Path) -> str:
 
 
 def difference(prefill: KvLayout, decode: KvLayout) -> str | None:
-    """Why `decode` cannot read what `prefill` computes, both values named; None when it can."""
+    """Why `decode` cannot read what `prefill` computes, both values named; None when it can.
+
+    Our connector cuts blocks of different sizes, and of different shares of the heads, where that is a matter of
+    addresses only.
+    """
     pairs = [
         f"{name} is {getattr(prefill, name)} on prefill and {getattr(decode, name)} on decode"
         for name in _FIELDS
-        if getattr(prefill, name) != getattr(decode, name)
+        if getattr(prefill, name) != getattr(decode, name) and not _can_be_cut(name, prefill, decode)
     ]
     return "; ".join(pairs) or None
+
+
+def _can_be_cut(name: str, prefill: KvLayout, decode: KvLayout) -> bool:
+    if not prefill.connector.startswith(CUTTING_CONNECTOR) or {prefill.order, decode.order} != {CUTTABLE_ORDER}:
+        return False
+    if name == "block_size_tokens":
+        small, large = sorted((prefill.block_size_tokens, decode.block_size_tokens))
+        return small > 0 and large % small == 0
+    # Each rank has whole heads, or a copy of one.
+    return name == "tensor_parallel"
 
 
 def block_bytes(layout: KvLayout, element_bytes: int) -> int:

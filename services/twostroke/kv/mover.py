@@ -6,6 +6,7 @@ through the callbacks that it was made with, called in the thread.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -16,13 +17,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from twostroke.errors import TwostrokeError, WorkerLostError
+from twostroke.kv.digest import digest
 from twostroke.kv.holds import TABLE_BYTES
 from twostroke.kv.link import LinkReport
 from twostroke.kv.probe import PROBE_BYTES, Probe, pattern
-from twostroke.kv.reader import SCRATCH_WORDS, Outcome, Reader
-from twostroke.kv.source import Source
+from twostroke.kv.reader import SCRATCH_WORDS, Reader
+from twostroke.kv.receive import Outcome
+from twostroke.kv.source import DigestOf, Source
 from twostroke.kv.transport import (
     Event,
+    Failure,
     Peer,
     PeerLost,
     PeerReady,
@@ -55,8 +59,8 @@ class Callbacks:
 class Mover:
     """One rank's transfers. `source` and `reader` are used within `call` only.
 
-    memory: where the rank's KV is; its own tables are added. readers: ranks of this worker that read from one rank of a
-    source.
+    memory: where the rank's KV is; its own tables are added. readers: ranks of this worker. verify, digest_of: see
+    Source.
     """
 
     def __init__(
@@ -67,7 +71,8 @@ class Mover:
         *,
         timeout_s: float,
         readers: int,
-        verify: bool,
+        verify: int,
+        digest_of: DigestOf = digest,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
@@ -85,7 +90,9 @@ class Mover:
         self.memory.probe_address = self._pattern.ctypes.data
         self.memory.probe_bytes = PROBE_BYTES
         self.address = transport.address()
-        self.source = Source(self.memory, self._send, callbacks.renewed, callbacks.done, verify=verify)
+        self.source = Source(
+            self.memory, self._send, callbacks.renewed, callbacks.done, verify=verify, digest_of=digest_of
+        )
         self.reader = Reader(
             self.memory,
             scratch,
@@ -96,12 +103,15 @@ class Mover:
             clock,
             timeout_s=timeout_s,
             readers=readers,
-            verify=verify,
+            verify=bool(verify),
+            digest_of=digest_of,
         )
         self._addresses: dict[str, bytes] = {}
         self._peers: dict[str, Peer] = {}
         self._greeted: set[str] = set()
         self._over: dict[int, tuple[str, Callable[[str | None], None]]] = {}
+        """Reads that are not over, by ticket; those that were refused at once have negative numbers."""
+        self._refused = itertools.count(-1, -1)
         self._probes: deque[Probe] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self._closing = False
@@ -142,10 +152,11 @@ class Mover:
             return self._transport.lanes(self._peers[name])
 
         def ended(outcome: LinkReport | TwostrokeError) -> None:
-            if probe in self._probes:
-                self._probes.remove(probe)
+            was_first = self._probes[0] is probe
+            self._probes.remove(probe)
             over(outcome)
-            self._next_probe()
+            if was_first:
+                self._next_probe()
 
         self.know(name, address)
         probe = Probe(
@@ -193,12 +204,11 @@ class Mover:
             case SignalReceived(sender, payload):
                 self._hear(sender, TransferSignal.FromString(payload))
             case TicketDone(ticket):
-                _, over = self._over.pop(ticket.id, ("", None))
-                if over is not None:
-                    over(None)
-            case TicketFailed(ticket, _, message):
+                self._read_ended(ticket.id, None)
+            case TicketFailed(ticket, failure, message):
                 if ticket.id in self._over:
-                    self._lose(ticket.peer.peer_id, message, again=True)
+                    # One that had all its time is not worth another try.
+                    self._lose(ticket.peer.peer_id, message, again=failure is not Failure.DEADLINE)
             case PeerLost(peer, message):
                 if self._peers.get(peer.peer_id) == peer:
                     self._lose(peer.peer_id, f"{peer.peer_id}: {message}", again=True)
@@ -263,11 +273,17 @@ class Mover:
         except WorkerLostError:
             return False
         except ValueError as error:
-            message = str(error)
-            self._calls.append(lambda: over(message))
+            message, number = str(error), next(self._refused)
+            self._over[number] = name, over
+            self._calls.append(lambda: self._read_ended(number, message))
             return True
         self._over[ticket.id] = name, over
         return True
+
+    def _read_ended(self, number: int, refused: str | None) -> None:
+        _, over = self._over.pop(number, ("", None))
+        if over is not None:
+            over(refused)
 
     def _lose(self, name: str, message: str, *, again: bool, peer: Peer | None = None) -> None:
         """Fences a peer and tells whom it concerns. peer: only if it is still this connection."""

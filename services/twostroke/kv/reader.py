@@ -8,16 +8,16 @@ into the request's blocks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
+from twostroke.kv.digest import digest
 from twostroke.kv.holds import WORD_BYTES
 from twostroke.kv.memory import Blocks
-from twostroke.kv.receive import Chunk, Part, Receive
-from twostroke.kv.source import Send
+from twostroke.kv.receive import Chunk, Outcome, Part, Receive
+from twostroke.kv.source import DigestOf, Send
 from twostroke.kv.transport import Quarantine, Rows
 from twostroke.v1.kv_pb2 import KvMemory
 from twostroke.v1.transfer_pb2 import (
@@ -47,24 +47,6 @@ class Fetch(Protocol):
     def __call__(self, source: str, rows: Rows, deadline_s: float, over: Callable[[str | None], None], /) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a receive ended."""
-
-    request_id: str
-    handoff_id: str
-    first_token_id: int | None
-    """None when the source did not come to say."""
-    nbytes: int = 0
-    duration_s: float = 0.0
-    failure: str | None = None
-    corrupt: bool = False
-    missing: Sequence[int] = ()
-    """Blocks that did not arrive whole and verified."""
-    quarantine: tuple[tuple[int, int], ...] = ()
-    """Memory that must never be used again."""
-
-
 class Reader:
     """All receives of one rank.
 
@@ -85,6 +67,7 @@ class Reader:
         timeout_s: float,
         readers: int = 1,
         verify: bool = True,
+        digest_of: DigestOf = digest,
     ) -> None:
         self._memory = memory
         self._scratch = scratch
@@ -97,9 +80,14 @@ class Reader:
         self._timeout_s = timeout_s
         self._readers = readers
         self._verify = verify
+        self._digest_of = digest_of
         self._receives: dict[str, Receive] = {}
         self._heard_s: dict[str, float] = {}
-        self._asked_s: dict[str, float] = {}
+        self._asked_s: dict[tuple[str, str], float] = {}
+        """By request and source."""
+        self._queued_bytes: dict[str, int] = {}
+        """Of reads posted, by source; they are worked on in order."""
+        self._ticked_s = clock()
 
     def __len__(self) -> int:
         return len(self._receives)
@@ -107,9 +95,11 @@ class Reader:
     def expect(self, receive: Receive) -> None:
         """Asks the sources for a hand-off, before there is room for it. Asking twice is asking once."""
         if receive.request_id not in self._receives:
+            waited_for = {part.source for _, part in self._waiting()}
             self._receives[receive.request_id] = receive
             for part in receive.parts:
-                self._heard_s.setdefault(part.source, self._clock())
+                if part.source not in waited_for:
+                    self._heard_s[part.source] = self._clock()
                 self._ask(receive, part)
 
     def begin(self, request_id: str, here: Blocks) -> None:
@@ -151,6 +141,7 @@ class Reader:
     def gone(self, source: str, message: TransferGone) -> None:
         """The source does not hold it any more."""
         for receive, _ in self._parts(source, message.handoff_id):
+            receive.reused = True
             self._fail(receive, f"{source} gave it up: {message.reason}")
 
     def held(self, source: str) -> None:
@@ -158,21 +149,23 @@ class Reader:
         self._heard_s[source] = self._clock()
 
     def lost(self, source: str, message: str, quarantine: Quarantine | None, *, again: bool) -> None:
-        """The connection is gone and fenced. again: a new one is worth a try."""
-        self._heard_s.pop(source, None)
+        """The connection is gone and fenced. again: a new one is worth a try, in what is left of the source's time."""
+        self._queued_bytes.pop(source, None)
         for receive in list(self._receives.values()):
             parts = [part for part in receive.parts if part.source == source and not part.complete]
             if not parts:
                 continue
-            receive.quarantine += quarantine.ranges if quarantine is not None else ()
             for part in parts:
+                if quarantine and part.in_flight:
+                    receive.quarantine += quarantine.ranges
+                if part.word is not None and not quarantine:
+                    self._free_words.append(part.word)
                 part.restart()
-            if not again or receive.attempts >= ATTEMPTS or receive.failure or quarantine:
+            if not again or receive.attempts >= ATTEMPTS or receive.failure or receive.quarantine:
                 self._fail(receive, message)
                 continue
             log.warning("hand-off %s: %s; asking again", receive.handoff_id, message)
             receive.attempts += 1
-            self._heard_s[source] = self._clock()
             for part in parts:
                 self._ask(receive, part)
 
@@ -180,31 +173,44 @@ class Reader:
         """Renews what is waited for. Returns the sources that have been silent for too long, and what to say of them;
         the caller fences them and calls `lost`."""
         now_s = self._clock()
+        away_s, self._ticked_s = now_s - self._ticked_s, now_s
+        if away_s > self._timeout_s / 4:
+            # This thread has not listened: a long copy, or the process was stopped. That is not their silence.
+            self._heard_s = {name: min(now_s, heard_s + away_s) for name, heard_s in self._heard_s.items()}
         silent: dict[str, str] = {}
-        for receive in self._receives.values():
-            for part in receive.parts:
-                if part.complete or receive.failure:
-                    continue
-                if now_s - self._heard_s.setdefault(part.source, now_s) > self._timeout_s:
-                    silent[part.source] = f"{part.source} has not answered for {self._timeout_s:g} s (--kv-stall-s)"
-                elif now_s - self._asked_s.get(receive.request_id, 0.0) > self._timeout_s / 4:
-                    self._ask(receive, part)
+        for receive, part in self._waiting():
+            if receive.failure:
+                continue
+            if now_s - self._heard_s.setdefault(part.source, now_s) > self._timeout_s:
+                silent[part.source] = f"{part.source} has not answered for {self._timeout_s:g} s (--kv-stall-s)"
+            elif now_s - self._asked_s[receive.request_id, part.source] > self._timeout_s / 4:
+                self._ask(receive, part)
+            if part.announced():
+                self._advance(receive)
         return list(silent.items())
+
+    def _waiting(self) -> list[tuple[Receive, Part]]:
+        return [
+            (receive, part)
+            for receive in self._receives.values()
+            for part in receive.parts
+            if not part.complete and not receive.failure
+        ]
 
     def _parts(self, source: str, handoff_id: str) -> list[tuple[Receive, Part]]:
         self._heard_s[source] = self._clock()
         return [
             (receive, part)
-            for receive in list(self._receives.values())
-            if receive.handoff_id == handoff_id and not receive.failure
-            for part in receive.parts
-            if part.source == source and not part.complete
+            for receive, part in self._waiting()
+            if receive.handoff_id == handoff_id and part.source == source
         ]
 
     def _ask(self, receive: Receive, part: Part) -> None:
-        self._asked_s[receive.request_id] = self._clock()
+        self._asked_s[receive.request_id, part.source] = self._clock()
         self._connect(part.source)
-        ticket = TransferTicket(handoff_id=receive.handoff_id, readers=self._readers, slice=part.cut)
+        ticket = TransferTicket(
+            handoff_id=receive.handoff_id, readers=max(1, self._readers // part.sources), slice=part.cut
+        )
         self._send(part.source, TransferSignal(ticket=ticket))
 
     def _advance(self, receive: Receive) -> None:
@@ -215,12 +221,12 @@ class Reader:
                 if not chunk.posted and not receive.failure:
                     self._read(receive, part, chunk)
                 if chunk.arrived and not chunk.verified and chunk.digests is not None:
-                    chunk.verified = receive.verify(self._memory, part, chunk)
+                    chunk.verified = receive.verify(self._memory, part, chunk, self._digest_of)
                     if not chunk.verified:
                         receive.corrupt = True
                         self._fail(receive, f"what arrived from {part.source} is not what it has")
                         return
-            if not receive.failure and not part.checking and not part.complete and part.announced():
+            if not receive.failure and part.word is None and not part.complete and part.announced():
                 self._check_hold(receive, part)
 
     def _read(self, receive: Receive, part: Part, chunk: Chunk) -> None:
@@ -233,45 +239,54 @@ class Reader:
 
         def over(refused: str | None) -> None:
             part.in_flight -= 1
+            self._queued_bytes[part.source] -= nbytes
             receive.failure = receive.failure or refused
             if refused is None:
                 chunk.arrived = True
                 receive.nbytes += nbytes
             self._settle_or_advance(receive)
 
-        deadline_s = self._timeout_s + nbytes / SLOWEST_BYTES_PER_S
+        queued_bytes = self._queued_bytes[part.source] = self._queued_bytes.get(part.source, 0) + nbytes
         part.in_flight += 1
-        if not self._fetch(part.source, rows, deadline_s, over):
+        if not self._fetch(part.source, rows, self._timeout_s + queued_bytes / SLOWEST_BYTES_PER_S, over):
             part.in_flight -= 1
+            self._queued_bytes[part.source] -= nbytes
             chunk.posted = False
 
     def _check_hold(self, receive: Receive, part: Part) -> None:
         """Everything is here; it counts if it was held all the time."""
-        part.checking = True
-        word = self._free_words.pop()
+        if not self._free_words:
+            return  # the next tick tries again
+        word = part.word = self._free_words.pop()
         target = int(self._scratch.ctypes.data) + word * WORD_BYTES
         rows = np.array([[target, part.remote.hold_table_address + receive.slot * WORD_BYTES, WORD_BYTES]], np.int64)
 
         def over(refused: str | None) -> None:
             part.in_flight -= 1
+            part.word = None
             found = int(self._scratch[word])
             self._free_words.append(word)
             if refused is None and found != receive.generation:
+                receive.reused = True
                 refused = f"{part.source} gave the blocks away while they were being read"
             receive.failure = receive.failure or refused
             part.complete = refused is None
             self._settle_or_advance(receive)
 
         part.in_flight += 1
-        if not self._fetch(part.source, rows, self._timeout_s, over):
+        queued_bytes = self._queued_bytes.get(part.source, 0)
+        if not self._fetch(part.source, rows, self._timeout_s + queued_bytes / SLOWEST_BYTES_PER_S, over):
             part.in_flight -= 1
+            part.word = None
             self._free_words.append(word)
-            part.checking = False
 
     def _settle_or_advance(self, receive: Receive) -> None:
         if receive.failure:
             self._settle(receive)
         elif all(part.complete for part in receive.parts):
+            if receive.is_short(self._memory):
+                self._fail(receive, "the source left blocks out")
+                return
             for part in receive.parts:
                 done = TransferDone(handoff_ids=[receive.handoff_id])
                 self._send(part.source, TransferSignal(done=done))
@@ -289,18 +304,6 @@ class Reader:
 
     def _end(self, receive: Receive) -> None:
         del self._receives[receive.request_id]
-        self._asked_s.pop(receive.request_id, None)
-        finals = [part.final for part in receive.parts if part.final is not None]
-        self._done(
-            Outcome(
-                receive.request_id,
-                receive.handoff_id,
-                finals[0].first_token_id if finals else None,
-                receive.nbytes,
-                self._clock() - receive.begun_s,
-                receive.failure,
-                receive.corrupt,
-                receive.missing(self._memory) if receive.failure else (),
-                receive.quarantine,
-            )
-        )
+        for part in receive.parts:
+            self._asked_s.pop((receive.request_id, part.source), None)
+        self._done(receive.outcome(self._memory, self._clock()))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from twostroke.kv.digest import digest
+from twostroke.kv.digest import Ranges, digest
 from twostroke.kv.memory import Blocks, pieces
 from twostroke.v1.kv_pb2 import KvMemory
 from twostroke.v1.transfer_pb2 import (
@@ -28,14 +28,16 @@ from twostroke.v1.transfer_pb2 import (
 
 log = logging.getLogger(__name__)
 
-CHUNK_BLOCKS = 1024
-"""A chunk's digests must fit one signal."""
+CHUNK_TOKENS = 16384
+"""A chunk's digests must fit one signal, also where a reader cuts it into pieces of 8 tokens."""
 
 DEVICE_POLL_S = 0.0005
 REMEMBERED = 4096
 
 Send = Callable[[str, TransferSignal], None]
 """Sends a signal to a peer by name; lost when the peer is."""
+
+DigestOf = Callable[[Ranges], bytes]
 
 
 @dataclass(slots=True)
@@ -69,7 +71,9 @@ class _Offer:
 class Source:
     """All offers of one rank.
 
-    renewed and done are told ids of hand-offs: a reader still wants it; all its readers have read it.
+    renewed and done are told ids of hand-offs: a reader still wants it; all its readers have read it. verify: digests
+    are sent of every so manieth piece of a chunk, from the first; 0 is of none. digest_of: for memory that this process
+    cannot look at by itself.
     """
 
     def __init__(
@@ -79,13 +83,15 @@ class Source:
         renewed: Callable[[str], None],
         done: Callable[[str], None],
         *,
-        verify: bool,
+        verify: int,
+        digest_of: DigestOf = digest,
     ) -> None:
         self._memory = memory
         self._send = send
         self._renewed = renewed
         self._done = done
         self._verify = verify
+        self._digest_of = digest_of
         self._offers: dict[str, _Offer] = {}
         self._over: deque[str] = deque(maxlen=REMEMBERED)
         self._early: deque[tuple[str, TransferTicket]] = deque(maxlen=REMEMBERED)
@@ -103,8 +109,9 @@ class Source:
         offer = self._offers.get(handoff_id)
         if offer is None:
             return
-        for start in range(0, len(blocks.ids), CHUNK_BLOCKS):
-            part = Blocks(blocks.first + start, blocks.ids[start : start + CHUNK_BLOCKS])
+        size = max(1, CHUNK_TOKENS // max(8, self._memory.block_tokens))
+        for start in range(0, len(blocks.ids), size):
+            part = Blocks(blocks.first + start, blocks.ids[start : start + size])
             offer.chunks.append(_Chunk(part, is_written))
         self._tell(handoff_id, offer)
 
@@ -127,6 +134,7 @@ class Source:
         """A reader connected anew: what it was told before is forgotten."""
         for offer in self._offers.values():
             offer.tickets.pop(reader, None)
+        self._early = deque((early for early in self._early if early[0] != reader), maxlen=REMEMBERED)
 
     def ticket(self, reader: str, message: TransferTicket) -> None:
         """A reader wants a hand-off, or still does."""
@@ -166,7 +174,7 @@ class Source:
                     return 0.0
         wait_s = math.inf
         for handoff_id, offer in self._offers.items():
-            if offer.chunks and offer.chunks[-1].is_written is not None:
+            if any(chunk.is_written is not None for chunk in offer.chunks):
                 wait_s = DEVICE_POLL_S
                 self._tell(handoff_id, offer)
         return wait_s
@@ -183,7 +191,7 @@ class Source:
                     chunk=ticket.chunks,
                     first_block=blocks.first,
                     block_ids=blocks.ids,
-                    digests_follow=self._verify,
+                    digests_follow=bool(self._verify),
                 )
                 self._send(reader, TransferSignal(ready=ready))
                 ticket.chunks += 1
@@ -197,7 +205,10 @@ class Source:
         if key not in chunk.digests:
             size = self._memory.block_tokens
             tokens = chunk.blocks.first * size, chunk.blocks.end * size
-            chunk.digests[key] = [digest(piece) for piece in pieces(self._memory, chunk.blocks, cut, tokens)]
+            chunk.digests[key] = [
+                b"" if number % self._verify else self._digest_of(piece)
+                for number, piece in enumerate(pieces(self._memory, chunk.blocks, cut, tokens))
+            ]
         digests = TransferDigest(handoff_id=handoff_id, chunk=ticket.digests, digests=chunk.digests[key])
         self._send(reader, TransferSignal(digest=digests))
         ticket.digests += 1

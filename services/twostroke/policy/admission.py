@@ -8,6 +8,7 @@ that everything that waits is passed only for so long.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -58,7 +59,7 @@ class Entry:
     def due_s(self) -> float:
         """The moment by which the answer must be complete."""
         deadline_s = self.request.deadline_s
-        return float("inf") if deadline_s is None else self.arrived_s + deadline_s
+        return math.inf if deadline_s is None else self.arrived_s + deadline_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class _Tenant:
     heap: list[tuple[float, int, Entry]] = field(default_factory=list)
     had_s: float = 0.0
     """Predicted seconds of prefill it was given, by weight; raised to the others' when it comes back."""
-    started_s: float = float("-inf")
+    started_s: float = -math.inf
     queued: int = 0
     in_flight: int = 0
 
@@ -112,7 +113,7 @@ class AdmissionQueue:
         priority = entry.request.priority
         queued = self._by_priority.get(priority, 0)
         if queued >= self._settings.most_queued:
-            drain_s = self.wait_s(entry, servers)
+            drain_s = self._drain_s(priority, math.inf, servers)
             raise OverloadedError(
                 f"{queued} requests of priority {priority} wait already; come back later or raise the queue's bound",
                 retry_after_s=max(1.0, drain_s / 2),
@@ -145,12 +146,13 @@ class AdmissionQueue:
 
     def wait_s(self, entry: Entry, servers: Servers) -> float:
         """Predicted wait of a request that would come now: what is ahead of it, by the order within a tenant."""
-        key_s = self._key_s(entry)
+        return self._drain_s(entry.request.priority, self._key_s(entry), servers)
+
+    def _drain_s(self, priority: int, key_s: float, servers: Servers) -> float:
         ahead_s = sum(
             each.prefill_s
             for each in self._queued.values()
-            if each.request.priority < entry.request.priority
-            or (each.request.priority == entry.request.priority and self._key_s(each) <= key_s)
+            if each.request.priority < priority or (each.request.priority == priority and self._key_s(each) <= key_s)
         )
         return servers.busy_s + ahead_s / max(1, servers.count)
 
@@ -208,6 +210,9 @@ class AdmissionQueue:
         tenant = self._tenant(entry.request.tenant)
         self._floor_s = max(self._floor_s, tenant.had_s)
         tenant.had_s += entry.prefill_s / tenant.weight
+        if not self._queued:
+            # Nobody waits: what a tenant had while nobody else wanted it is not held against it.
+            self._floor_s = max(self._floor_s, tenant.had_s)
         tenant.started_s = now_s
         tenant.in_flight += 1
         self._started[entry.request_id] = tenant

@@ -4,7 +4,7 @@ multiple of what its SLO class allows."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from twostroke.policy.plan import Estimate, Limits, Option, Options, Weights
 from twostroke.policy.snapshot import DEFAULT_LINK, LinkSnapshot, PlacementRequest, WorkerSnapshot
@@ -58,6 +58,7 @@ class Costing:
     weights: Weights
     limits: Limits
     options: Options
+    _writings: dict[str, Writing] = field(default_factory=dict)
 
     def strain(self, ratio: float) -> float:
         """Cost of a time that is `ratio` times what its SLO allows: steeper beyond 1."""
@@ -106,6 +107,11 @@ class Costing:
 
     def writing(self, worker: WorkerSnapshot) -> Writing:
         """The answer on a worker."""
+        if worker.worker not in self._writings:
+            self._writings[worker.worker] = self._write(worker)
+        return self._writings[worker.worker]
+
+    def _write(self, worker: WorkerSnapshot) -> Writing:
         request = self.request
         answers, context = worker.running_sequences, worker.context_tokens
         model, slo = worker.step_model, worker.slo

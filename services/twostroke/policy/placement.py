@@ -117,7 +117,7 @@ def _alone(costing: Costing, option: Option, worker: WorkerSnapshot, chunk_token
 
 def _lent(costing: Costing, snapshot: ClusterSnapshot, listed: _Shortlists) -> Iterator[Estimate]:
     """Decode workers that read in bounded chunks: each writes itself, or the best other one does."""
-    lenders = listed.first(listed.whole_on_decode)
+    lenders = listed.first(listed.whole_on_decode, (costing.limits.shortlist + 1) // 2)
     readings = [costing.reading(worker, chunk) for worker in lenders if (chunk := costing.lent_chunk_tokens(worker))]
     for reading in readings:
         yield costing.alone(Option.LENT_DECODER, reading, costing.writing(reading.worker))
@@ -134,25 +134,33 @@ class _Shortlists:
         self.whole_on_prefill: list[_Scored] = []
         self.whole_on_decode: list[_Scored] = []
         self._size = costing.limits.shortlist
-        request = costing.request
+        self._look(costing, workers)
+
+    def _look(self, costing: Costing, workers: Iterable[WorkerSnapshot]) -> None:
+        """Over every worker of the cluster, so written for speed."""
+        request, reads_alone = costing.request, costing.options.p_alone
         cached_tokens, avoid = request.cached_tokens, request.avoid
         prompt_tokens = request.prompt_tokens
+        all_tokens = prompt_tokens + request.expected_output_tokens
         answer_context = prompt_tokens + request.expected_output_tokens // 2
         per_ttft, per_itl = 1 / request.slo.ttft_s, 1 / request.slo.itl_s
         for worker in workers:
-            name = worker.worker
+            name, answers = worker.worker, worker.running_sequences
             tokens = worker.pending_prompt_tokens + prompt_tokens - cached_tokens.get(name, 0)
             read = tokens * (worker.prefill_token_s or _prefill_token_s(worker)) * per_ttft
-            base_s, slope_s = worker.step_model.decode_terms(worker.running_sequences + 1)
-            write = (base_s + slope_s * (worker.context_tokens + answer_context)) * per_itl
-            last = name in avoid or needed_blocks(request, worker) > worker.free_blocks
+            avoided = name in avoid
+            writes = worker.writes_answers
             if worker.reads_prompts:
-                self.readers.append((name in avoid, read, name, worker))
-                if not worker.writes_answers:
+                self.readers.append((avoided, read, name, worker))
+            if writes or reads_alone:
+                base_s, slope_s = worker.step_model.decode_terms(answers + 1)
+                write = (base_s + slope_s * (worker.context_tokens + answer_context)) * per_itl
+                last = avoided or all_tokens >= worker.free_blocks * worker.block_size_tokens
+                if writes:
+                    self.writers.append((last, write, name, worker))
+                    self.whole_on_decode.append((last, read + write * (1 + answers), name, worker))
+                else:
                     self.whole_on_prefill.append((last, read + write, name, worker))
-            if worker.writes_answers:
-                self.writers.append((last, write, name, worker))
-                self.whole_on_decode.append((last, read + write * (1 + worker.running_sequences), name, worker))
 
     def first(self, scored: list[_Scored], size: int = 0) -> list[WorkerSnapshot]:
         """The most promising ones of a list."""

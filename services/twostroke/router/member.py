@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 10.0
+LAST_WORD_S = 1.0
 RETRY_S = 0.25
 # A worker that cannot be reached for so long is taken for dead; one that comes back is met as a new one.
 LOST_AFTER_S = 10.0
@@ -110,6 +112,9 @@ class Member:
         finally:
             for task in self._background:
                 task.cancel()
+            if self._to_release and self.session is not None:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await self._release(LAST_WORD_S)
             await self._channel.close()
 
     def _set(self, state: MemberState, detail: str) -> None:
@@ -178,6 +183,10 @@ class Member:
             running_sequences=self.session.active if self.session else 0,
             free_blocks=self.info.total_blocks - used,
             block_size_tokens=self.info.layout.block_size_tokens,
+            pending_prompts=self.load.waiting_requests if self.load else 0,
+            total_blocks=self.info.total_blocks,
+            step_budget_tokens=self.info.step_budget_tokens,
+            max_sequences=self.info.max_sequences,
         )
 
     def release(self, request_id: str) -> None:
@@ -190,14 +199,22 @@ class Member:
         pause_s = RELEASE_WINDOW_S
         while self._to_release:
             await asyncio.sleep(pause_s)
-            sent, pause_s = frozenset(self._to_release), RELEASE_WINDOW_S
+            if self.session is None:
+                # Whether it is the same life that comes back is not known yet.
+                pause_s = RETRY_S
+                continue
             try:
-                await self.prefill.Release(prefill_pb2.ReleaseRequest(request_ids=sent), timeout=CALL_TIMEOUT_S)
-                self._to_release = [each for each in self._to_release if each not in sent]
+                await self._release(CALL_TIMEOUT_S)
+                pause_s = RELEASE_WINDOW_S
             except grpc.aio.AioRpcError as error:
                 log.warning("worker %s did not take a release: %s", self.worker_id, error.details())
                 pause_s = RETRY_S
         self._release_task = None
+
+    async def _release(self, timeout_s: float) -> None:
+        sent = frozenset(self._to_release)
+        await self.prefill.Release(prefill_pb2.ReleaseRequest(request_ids=sent), timeout=timeout_s)
+        self._to_release = [each for each in self._to_release if each not in sent]
 
     def drop_peer(self, worker_id: str, epoch: str) -> None:
         """Tells the worker that another one's life is over. One that cannot be told finds out by its own deadlines."""

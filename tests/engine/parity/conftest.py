@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.conftest import MAX_MODEL_LEN_TOKENS, Engines, watch
+from engine.conftest import Engines, watch
 from twostroke.bench.parity.run import Outcome, ask_all, vocabulary
 from twostroke.bench.parity.table import rows
 from twostroke.v1.worker_pb2 import WatchLoadResponse
@@ -19,7 +19,7 @@ class _AnyVocabulary(dict[str, int]):
         return 0
 
 
-NAMES = [row.name for row in rows(MAX_MODEL_LEN_TOKENS, _AnyVocabulary())]
+NAMES = [row.name for row in rows(_AnyVocabulary())]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def judged(engines: Engines) -> Judged:
     """Every row's outcome."""
 
     async def work() -> Judged:
-        table = rows(MAX_MODEL_LEN_TOKENS, vocabulary(Path(engines.model)))
+        table = rows(vocabulary(Path(engines.model)))
         outcomes = await ask_all(table, engines.one, engines.two, print)
         view = await watch(engines.grpc, lambda view: not view.requests)
         loads = {worker.info.worker_id: worker.load for worker in view.workers}

@@ -32,6 +32,25 @@ def test_every_field_matters_and_both_values_are_named(field: str) -> None:
     assert difference(LAYOUT, other) == f"{field} is {value} on prefill and {getattr(other, field)} on decode"
 
 
+def direct(**values: int | str) -> KvLayout:
+    layout = KvLayout()
+    layout.CopyFrom(LAYOUT)
+    for name, value in {"connector": "twostroke/ucx", "order": "LBHNC", **values}.items():
+        setattr(layout, name, value)
+    return layout
+
+
+def test_our_connector_cuts_blocks_and_heads_where_it_can() -> None:
+    """O-06, O-07: what is a matter of addresses is converted, the rest is refused with both values named."""
+    here = direct(block_size_tokens=32)
+    assert difference(here, direct(block_size_tokens=128, tensor_parallel=2)) is None
+    assert difference(direct(block_size_tokens=128), here) is None
+    assert difference(here, direct(block_size_tokens=48)) == "block_size_tokens is 32 on prefill and 48 on decode"
+    assert difference(direct(order="backend"), direct(order="backend", tensor_parallel=2)) is not None
+    assert difference(here, direct(block_size_tokens=32, dtype="bfloat16")) is not None
+    assert "connector" in str(difference(here, direct(block_size_tokens=32, connector="twostroke/nixl")))
+
+
 def test_block_bytes_of_smollm2() -> None:
     # 2 x 30 layers x 3 heads x 64 elements x 4 bytes = 45 KiB a token.
     assert block_bytes(LAYOUT, 4) == 45 * 1024 * 16

@@ -138,7 +138,8 @@ SLOW_KV = {"kv_bytes_per_token": 131_072, "default_link": LinkSnapshot(bytes_per
 
 
 def test_a_short_or_mostly_cached_prompt_is_not_worth_a_hop() -> None:
-    busy = cluster(reader("p"), writer("d", 4, slo=TIGHT), kv_bytes_per_token=131_072)
+    link = LinkSnapshot(bytes_per_s=10e9, latency_s=0.05)
+    busy = cluster(reader("p"), writer("d", 4, slo=TIGHT), kv_bytes_per_token=131_072, default_link=link)
     long = replace(LONG, slo=TIGHT)
     assert place(long, busy, ALL_WAYS).option is Option.P_THEN_D
     assert place(replace(long, prompt_tokens=30), busy, ALL_WAYS).option is Option.D_ALONE

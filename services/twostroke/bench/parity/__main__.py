@@ -20,9 +20,8 @@ from twostroke.bench.parity.adapter import write_adapter
 from twostroke.bench.parity.row import Row
 from twostroke.bench.parity.run import Address, Outcome, ask_all, details, vocabulary
 from twostroke.bench.parity.systems import KV_BYTES, systems, with_adapters_and_reasoning
-from twostroke.bench.parity.table import rows
-from twostroke.bench.parity.table_chat import reasoning_rows
-from twostroke.bench.parity.table_lora import ADAPTERS, lora_rows
+from twostroke.bench.parity.table import rows, second_rows
+from twostroke.bench.parity.table_lora import ADAPTERS
 from twostroke.bench.record import FOLDER, Record
 from twostroke.bench.running import Say, running
 from twostroke.bench.stacks import Served
@@ -34,6 +33,7 @@ from twostroke.launch.model import obtain
 app = make_app()
 
 _MAX_MODEL_LEN_TOKENS = 4224
+_SECOND_LEN_TOKENS = 1024
 _LENGTHS = (512, 4096)
 
 
@@ -57,16 +57,17 @@ async def compare(wanted: str, rounds: Sequence[int]) -> None:
     say(f"starting one engine and two pools (logs in {logs})")
     async with running(systems(served, found, environment), logs, say) as started:
         addresses = [each.stack.address for each, _ in started]
-        outcomes = await _ask(rows(_MAX_MODEL_LEN_TOKENS, vocabulary(Path(model))), wanted, addresses, say)
+        outcomes = await _ask(rows(vocabulary(Path(model))), wanted, addresses, say)
         times = {
             tokens: await ttft.measure(addresses, tokens, count, say) if count else None
             for tokens, count in zip(_LENGTHS, rounds, strict=True)
         }
     say("starting both again, with adapters and a reasoning parser")
+    served = Served(model, KV_BYTES, _SECOND_LEN_TOKENS)
     second = systems(served, found, environment, with_adapters_and_reasoning(adapters))
     async with running(second, logs, say) as started:
         addresses = [each.stack.address for each, _ in started]
-        outcomes += await _ask([*lora_rows(), *reasoning_rows()], wanted, addresses, say)
+        outcomes += await _ask(second_rows(_SECOND_LEN_TOKENS), wanted, addresses, say)
     _judge(record, outcomes)
     for tokens, timed in times.items():
         _time(record, timed, tokens)

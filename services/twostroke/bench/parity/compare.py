@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,20 +28,16 @@ class Difference:
         return f"{self.place}: {self.one!r} on one engine, {self.two!r} on two pools"
 
 
-def differences(one: Any, two: Any, own: Mapping[str, Any] | None = None, place: str = "") -> Iterator[Difference]:
-    """All differences. own: what two pools must have instead, by place."""
-    own = own or {}
-    if place in own:
-        if two != own[place]:
-            yield Difference(place, own[place], two)
-    elif isinstance(one, dict) and isinstance(two, dict):
+def differences(one: Any, two: Any, place: str = "") -> Iterator[Difference]:
+    """All differences between two values at the same place."""
+    if isinstance(one, dict) and isinstance(two, dict):
         for name in [*one, *(name for name in two if name not in one)]:
             if name not in VOLATILE:
                 inner = f"{place}.{name}".lstrip(".")
-                yield from differences(one.get(name, _MISSING), two.get(name, _MISSING), own, inner)
+                yield from differences(one.get(name, _MISSING), two.get(name, _MISSING), inner)
     elif isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
         for index, (left, right) in enumerate(zip(one, two, strict=True)):
-            yield from differences(left, right, own, f"{place}.{index}".lstrip("."))
+            yield from differences(left, right, f"{place}.{index}".lstrip("."))
     elif not _same(one, two):
         yield Difference(place, one, two)
 

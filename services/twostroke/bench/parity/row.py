@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 Json = dict[str, Any]
@@ -12,6 +12,9 @@ Shows = Callable[[Json], object]
 MODEL = "bench"
 END_OF_TEXT = 2
 BLOCK_TOKENS = 128
+
+FRANCE = "The capital of France is"
+COUNT = "Count: 1, 2, 3, 4,"
 
 _WORDS = """
 the river runs past an old mill where two brothers grind wheat for bread and sell it every morning at the market near a
@@ -32,8 +35,6 @@ class Row:
     """Sampled with a seed; else greedy."""
     refused: str = ""
     """What two pools say, in a 400, where they do not do what one engine does."""
-    own: Mapping[str, Any] = field(default_factory=dict)
-    """Values that two pools have by contract where one engine has others, by their place in the answer."""
 
     @property
     def streams(self) -> bool:
@@ -51,20 +52,20 @@ def story(tokens: int, seed: int) -> Json:
 def completion(name: str, prompt: str | Json, shows: Shows = bool, /, **body: Any) -> Row:
     """A greedy row of /v1/completions with token ids and two log probabilities, unless the body says otherwise."""
     asked = prompt if isinstance(prompt, dict) else {"prompt": prompt}
-    common = {"model": MODEL, "temperature": 0, "max_tokens": 12, "logprobs": 2, "return_token_ids": True}
+    common = {"model": MODEL, "temperature": 0, "max_tokens": 8, "logprobs": 2, "return_token_ids": True}
     return Row(name, "/v1/completions", common | asked | body, shows)
 
 
 def chat(name: str, text: str, shows: Shows = bool, /, **body: Any) -> Row:
     """The same of /v1/chat/completions."""
-    common = {"model": MODEL, "temperature": 0, "max_tokens": 24, "logprobs": True, "top_logprobs": 2}
+    common = {"model": MODEL, "temperature": 0, "max_tokens": 16, "logprobs": True, "top_logprobs": 2}
     asked = {"messages": [{"role": "user", "content": text}], "return_token_ids": True}
     return Row(name, "/v1/chat/completions", common | asked | body, shows)
 
 
 def seeded(row: Row) -> Row:
     """The row, sampled."""
-    return replace(row, seeded=True, body={"temperature": 0.9, "seed": 7} | {**row.body, "temperature": 0.9})
+    return replace(row, name=f"{row.name}, seeded", seeded=True, body={"temperature": 0.9, "seed": 7} | {**row.body, "temperature": 0.9})
 
 
 def streamed(row: Row) -> Row:

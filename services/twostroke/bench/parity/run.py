@@ -28,7 +28,7 @@ class Outcome:
         """What is wrong, a line each; empty when the row is equal, or refused as it should be."""
         if self.row.refused:
             return self._not_refused()
-        found = [str(difference) for difference in differences(self.one, self.two, self.row.own)]
+        found = [str(difference) for difference in differences(self.one, self.two)]
         if not found and self.one["status"] != 200:
             found.append(f"both answer {self.one['status']}: {_message(self.one)}")
         if not found and not self._shown():

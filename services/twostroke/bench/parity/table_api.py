@@ -9,12 +9,12 @@ _QUESTION = "What is the capital of France?"
 
 def api_rows() -> list[Row]:
     """Responses, messages, tokens in and tokens out."""
-    responses = {"model": MODEL, "input": _QUESTION, "temperature": 0, "max_output_tokens": 20}
+    responses = {"model": MODEL, "input": _QUESTION, "temperature": 0, "max_output_tokens": 10}
     messages = {
         "model": MODEL,
         "messages": [{"role": "user", "content": _QUESTION}],
         "temperature": 0,
-        "max_tokens": 20,
+        "max_tokens": 10,
         "system": "Be short.",
     }
     generate = {"token_ids": [504, 3575, 282], "sampling_params": {"temperature": 0, "max_tokens": 8, "logprobs": 2}}

@@ -30,7 +30,7 @@ _TIME = {
 def chat_rows() -> list[Row]:
     """Tools with every tool_choice, several messages."""
     ask = "What is the weather in Paris?"
-    tools: dict[str, Any] = {"tools": [_WEATHER, _TIME], "max_tokens": 48}
+    tools: dict[str, Any] = {"tools": [_WEATHER, _TIME], "max_tokens": 32}
     named = {"type": "function", "function": {"name": "get_weather"}}
     made = [
         chat("tools, tool_choice auto", ask, tool_choice="auto", **tools),

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from twostroke.config import WorkerSettings
@@ -17,7 +17,6 @@ from twostroke.engine.vllm.launch import Phases, create_config, prepare_environm
 from twostroke.errors import (
     EngineError,
     InvalidRequestError,
-    KvCorruptError,
     KvLostError,
     PromptTooLongError,
     UnsupportedFieldError,
@@ -27,31 +26,9 @@ from twostroke.v1 import engine_pb2 as pb
 from twostroke.v1.kv_pb2 import Handoff, KvEndpoint
 
 if TYPE_CHECKING:
-    from twostroke.engine.vllm import codec
+    from twostroke.engine.vllm import outputs
 
 log = logging.getLogger(__name__)
-
-_FINISH = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_ABORT, pb.FINISH_REASON_ERROR)
-_FINISH_REPETITION = pb.FINISH_REASON_REPETITION
-
-
-@dataclass(slots=True)
-class _Request:
-    """What is remembered of a request while the engine has it."""
-
-    stroke: Stroke
-    prompt_tokens: int
-    admitted_s: float
-    ends_with_first: bool
-    """One token is all that the client wants, so nothing is handed over."""
-    going_on: codec.Continuation
-    """Tokens that the request has already; the forced ones come again and must not be reported."""
-    repeated: int = 0
-    started: bool = False
-    reported: bool = False
-    """What the prompt cost has been reported."""
-    recomputed: int = 0
-    """Prompt tokens that did not arrive and are computed here."""
 
 
 class VllmEngine:
@@ -61,7 +38,7 @@ class VllmEngine:
         self._settings = settings
         self._worker_id = worker_id
         self._epoch = epoch
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, outputs.Request] = {}
         self._early: list[EngineOutput] = []
         """Outputs that vLLM did not bring."""
         self._load = EngineLoad()
@@ -77,10 +54,10 @@ class VllmEngine:
             import vllm.v1.engine.core_client
 
             # Not before: they import vLLM.
-            from twostroke.engine.vllm import codec
+            from twostroke.engine.vllm import codec, outputs
             from twostroke.engine.vllm.adapters import Adapters
             from twostroke.engine.vllm.describe import engine_info, kv_layout
-        self._codec = codec
+        self._codec, self._outputs = codec, outputs
         settings = self._settings
         with phases.measure("read configuration"):
             self._handoffs = self._new_handoffs()
@@ -95,7 +72,7 @@ class VllmEngine:
             await self._client.collective_rpc_async("twostroke_pin", args=(_core_list(settings.cores),))
         if settings.step_log:
             await self._client.collective_rpc_async("twostroke_log_steps", args=(settings.step_log,))
-        layout = kv_layout(self._config, settings.kv_connector, vllm.__version__)
+        layout = kv_layout(self._config, self._handoffs.connector(settings), vllm.__version__)
         self._source = Source(
             self._worker_id,
             self._epoch,
@@ -125,7 +102,7 @@ class VllmEngine:
             kv_transfer = self._handoffs.offer()
         elif handoff is not None:
             kv_transfer = self._handoffs.fetch(handoff, token_known=not going_on.brought)
-        self._requests[request.request_id] = _Request(
+        self._requests[request.request_id] = self._outputs.Request(
             stroke,
             len(request.prompt_token_ids),
             time.monotonic(),
@@ -210,59 +187,36 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            outputs = await self._client.get_output_async()
+            step = await self._client.get_output_async()
         except EngineDeadError as error:
             raise EngineError("vLLM's engine died; its own message is in the log") from error
-        converted = [self._convert(output) for output in outputs.outputs if output.request_id in self._requests]
+        converted = [self._convert(output) for output in step.outputs if output.request_id in self._requests]
         early, self._early = self._early, []
-        self._count(outputs.scheduler_stats, converted)
+        self._count(step.scheduler_stats, converted)
         return EngineStep([*early, *converted], self._load)
 
     def _convert(self, output: Any) -> EngineOutput:
         state = self._requests[output.request_id]
-        result = EngineOutput(output.request_id, started=not state.started, done=output.finish_reason is not None)
-        state.started = True
-        if not state.reported:
-            state.reported = True
-            result.prompt = self._codec.prompt_stats(output, state.admitted_s, len(state.going_on.appended))
-            result.prompt.computed_tokens += state.recomputed
-            result.prompt_logprobs = self._codec.logprobs_to_wire(output.new_prompt_logprobs_tensors)
-        skipped = self._skip_forced(state, output, result)
-        result.token_ids = output.new_token_ids[skipped:]
-        result.logprobs = self._codec.logprobs_to_wire(output.new_logprobs, skipped)
+        result = self._outputs.convert(state, output)
         if result.done:
             self._end(state, output, result)
         return result
 
-    def _skip_forced(self, state: _Request, output: Any, result: EngineOutput) -> int:
-        forced = state.going_on.forced
-        if state.going_on.brought:
-            # Which one it was, prefill has told.
-            forced = tuple(output.new_token_ids[:1]) if state.repeated == 0 else (0,)
-        skipped = min(len(forced) - state.repeated, len(output.new_token_ids))
-        expected = forced[state.repeated : state.repeated + skipped]
-        state.repeated += skipped
-        if tuple(output.new_token_ids[:skipped]) != expected:
-            result.failure = KvCorruptError(
-                f"the engine took {list(output.new_token_ids[:skipped])} where {list(expected)} was forced"
-            )
-        return skipped
-
-    def _end(self, state: _Request, output: Any, result: EngineOutput) -> None:
+    def _end(self, state: outputs.Request, output: Any, result: EngineOutput) -> None:
         request_id = output.request_id
         del self._requests[request_id]
         reason = int(output.finish_reason)
-        if reason == 3 and not result.failure:
+        if reason == self._outputs.ERROR and not result.failure:
             where = "its KV could not be fetched" if state.stroke is Stroke.DECODE else "the engine reported an error"
             result.failure = KvLostError(f"request {request_id} failed: {where}")
             return
-        handed_over = state.stroke is Stroke.PREFILL and not state.ends_with_first and reason == 1
+        handed_over = state.stroke is Stroke.PREFILL and not state.ends_with_first and reason == self._outputs.LENGTH
         if handed_over:
             result.handoff = self._handoffs.describe(
                 self._source, request_id, state.prompt_tokens, output.kv_transfer_params
             )
             return
-        result.finish = self._finish(reason, output.stop_reason)
+        result.finish = self._outputs.finish_of(output)
         if state.stroke is Stroke.PREFILL and output.kv_transfer_params:
             # The stock connector holds KV of answers that ended on the first token, too.
             self._handoffs.describe(self._source, request_id, state.prompt_tokens, output.kv_transfer_params)
@@ -272,14 +226,6 @@ class VllmEngine:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    def _finish(self, reason: int, stop_reason: int | str | None) -> pb.Finish:
-        finish = pb.Finish(reason=_FINISH[reason] if reason < len(_FINISH) else _FINISH_REPETITION)
-        if isinstance(stop_reason, int):
-            finish.stop_token_id = stop_reason
-        elif stop_reason is not None:
-            finish.stop_string = stop_reason
-        return finish
 
     def _count(self, stats: Any, outputs: Sequence[EngineOutput]) -> None:
         load = self._load

@@ -69,6 +69,10 @@ class Handoffs(Protocol):
     transport: str
     """Which transport of Handoff it uses."""
 
+    def connector(self, settings: WorkerSettings) -> str:
+        """What KvLayout calls it."""
+        ...
+
     def arguments(self, settings: WorkerSettings, engine_id: str) -> dict[str, Any]:
         """vLLM's arguments for it."""
         ...
@@ -122,6 +126,9 @@ class NixlHandoffs:
     def __init__(self) -> None:
         self._held: set[str] = set()
         self._client: Any = None
+
+    def connector(self, settings: WorkerSettings) -> str:
+        return self.transport
 
     def arguments(self, settings: WorkerSettings, engine_id: str) -> dict[str, Any]:
         from vllm.config import KVTransferConfig

@@ -178,7 +178,8 @@ class ClusterCore(EngineCoreClient):
         name, path = lora_request.lora_name, lora_request.lora_path
         try:
             digest = await asyncio.to_thread(adapter_digest, Path(path))
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            # ValueError: a path that no file can have.
             raise LoRAAdapterNotFoundError(name, path) from error
         self._adapters[name] = pb.Adapter(name=name, path=path, digest=digest)
         return True

@@ -19,6 +19,7 @@ from twostroke.engine.vllm.direct import notes
 from twostroke.engine.vllm.handoffs import Failed, News, Recomputed, Source, Started
 from twostroke.errors import KvCorruptError, KvLostError, LayoutMismatchError, TwostrokeError, by_reason
 from twostroke.kv.holds import HoldTable
+from twostroke.kv.layout import CUTTING_CONNECTOR
 from twostroke.v1.kv_pb2 import DirectTransfer, Handoff, KvEndpoint, KvMemory
 
 _FOLDER = "twostroke-kv-"
@@ -44,6 +45,9 @@ class DirectHandoffs:
         self._probes: dict[tuple[int, int], asyncio.Future[LinkReport]] = {}
         self._numbers = itertools.count()
         self._hear: Callable[[News], None] = lambda news: None
+
+    def connector(self, settings: WorkerSettings) -> str:
+        return f"{CUTTING_CONNECTOR}/{settings.kv_transport}"
 
     def arguments(self, settings: WorkerSettings, engine_id: str) -> dict[str, Any]:
         from vllm.config import KVTransferConfig

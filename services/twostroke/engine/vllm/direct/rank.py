@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -19,16 +20,19 @@ from twostroke.engine.vllm.direct.holds import Announcement
 from twostroke.errors import ConfigError, TwostrokeError
 from twostroke.kv.backends import open_transport
 from twostroke.kv.checks import Action, check_host, read_host, transport_options
+from twostroke.kv.digest import Ranges, digest
 from twostroke.kv.holds import HoldTable
 from twostroke.kv.link import LinkReport
 from twostroke.kv.memory import Blocks, slice_between
 from twostroke.kv.mover import Callbacks, Mover
-from twostroke.kv.reader import Outcome
-from twostroke.kv.receive import Part, Receive
+from twostroke.kv.receive import Outcome, Part, Receive
 from twostroke.kv.transport import unpack_address
 from twostroke.v1.kv_pb2 import Handoff, KvEndpoint, KvMemory
 
 log = logging.getLogger(__name__)
+
+SAMPLE = 16
+"""Of memory of a device one piece in so many is compared: it must be copied to the host for that."""
 
 
 class Rank:
@@ -62,9 +66,15 @@ class Rank:
                 self._receive_ended,
                 self._fail,
             )
-            # Memory of a device is not looked at from here.
-            verify = extra["verify"] and on_host
-            self._mover = Mover(transport, memory, callbacks, timeout_s=extra["timeout_s"], readers=1, verify=verify)
+            self._mover = Mover(
+                transport,
+                memory,
+                callbacks,
+                timeout_s=extra["timeout_s"],
+                readers=self._ranks,
+                verify=extra["verify"] and (1 if on_host else SAMPLE),
+                digest_of=digest if on_host else device_digest(next(iter(kv_caches.values()))),
+            )
             self._mailbox = notes.Mailbox(Path(extra["folder"]), notes.rank_name(self._number))
             self._mover.start()
             self._mailbox.listen(self._hear, "twostroke-notes")
@@ -186,7 +196,7 @@ class Rank:
             if cut is None or cut.heads:
                 source = unpack_address(address, self._extra["transport"]).name
                 mover.know(source, address)
-                parts.append(Part(source, remote, cut))
+                parts.append(Part(source, remote, cut, len(endpoint.addresses)))
         return parts
 
     def _receive_ended(self, outcome: Outcome) -> None:
@@ -245,6 +255,21 @@ def _checked_options(registered_bytes: int) -> dict[str, str]:
         if finding.action is not Action.NONE:
             log.warning("%s: %s", finding.check, finding.message)
     return transport_options(findings, child_environment().get("UCX_TLS", ""))
+
+
+def device_digest(view: torch.Tensor) -> Callable[[Ranges], bytes]:
+    """Digests of a device's memory, within the allocation that a tensor is a view of. Copies on a stream of its own, so
+    that it waits for no computation, and none for it."""
+    storage = view.untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8, device=view.device).set_(storage)  # type: ignore[call-overload]
+    base, stream = storage.data_ptr(), torch.cuda.Stream(view.device)
+
+    def run(ranges: Ranges) -> bytes:
+        with torch.cuda.stream(stream):
+            copies = [memory[start - base : start - base + nbytes].cpu() for start, nbytes in ranges.tolist()]
+        return digest(np.array([[copy.data_ptr(), copy.nbytes] for copy in copies], np.int64))
+
+    return run
 
 
 def _event() -> Callable[[], bool] | None:
