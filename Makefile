@@ -21,7 +21,7 @@ BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install up down status test test-fast lint proto parity fuzz bench-router bench-start bench-policy bench-pull bench-handoff soak-fence clean
+.PHONY: help install up down status test test-fast lint proto parity fuzz bench-router bench-start bench-sim bench-policy bench-pull bench-handoff soak-fence clean
 
 help: ## Lists these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ bench-pull: install ## Measures raw pulls of KV blocks; writes build/bench/pull.
 
 bench-handoff: install ## Measures the hand-off next to vLLM's stock connector; writes build/bench/handoff.json
 	@$(BIN)/python -m twostroke.bench.handoff $(ARGS)
+
+bench-sim: $(BASE) $(GENERATED) ## Measures simulator, planner and controllers; writes build/bench/sim.json
+	@$(BIN)/python -m twostroke.bench.sim $(ARGS)
 
 soak-fence: install ## Looks for bytes that land after a transfer was given up; writes build/bench/soak_fence.json
 	@$(BIN)/python -m twostroke.bench.soak_fence $(ARGS)

@@ -15,7 +15,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, Field, SecretStr, StringConstraints, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from twostroke.errors import ConfigError
@@ -51,6 +51,15 @@ class RpcSettings(BaseModel):
     connect_timeout_s: float = Field(5.0, gt=0)
     reconnect_min_s: float = Field(0.1, gt=0)
     reconnect_max_s: float = Field(1.0, gt=0)
+    tls_cert: str = Field("", description="PEM certificate of this process; its server then speaks TLS only.")
+    tls_key: str = Field("", description="PEM key of that certificate.")
+    tls_ca: str = Field("", description="PEM certificates to trust; channels then speak TLS only.")
+    tls_verify_clients: bool = Field(
+        True, description="Servers with a --rpc-tls-ca take only clients that it signed (mutual TLS)."
+    )
+    tls_server_name: str = Field(
+        "", description="Name that servers' certificates must carry, where they are reached by address."
+    )
 
 
 class WorkerSettings(_Settings):
@@ -132,6 +141,16 @@ class RouterSettings(_Settings):
     vllm_args: str = Field(
         "", description="Further arguments of vLLM's API server, such as '--tool-call-parser hermes'."
     )
+    api_keys: SecretStr = Field(SecretStr(""), description="Keys of clients, separated by commas; none lets all in.")
+    api_keys_file: str = Field("", description="File of further keys, one a line; lines that begin with # are not.")
+    admin_key: SecretStr = Field(SecretStr(""), description="Key for what changes the cluster.")
+    admin_key_file: str = Field("", description="File that holds the admin key.")
+    max_body_bytes: int = Field(32 << 20, gt=0, description="Largest HTTP request.")
+    rate_per_s: float = Field(0.0, ge=0, description="Requests per second of each key, or address without; 0 is any.")
+    rate_burst: int = Field(20, gt=0, description="Requests that may come at once on top of --rate-per-s.")
+    http_tls_cert: str = Field("", description="PEM certificate; HTTP then speaks TLS only.")
+    http_tls_key: str = Field("", description="PEM key of that certificate.")
+    http_tls_ca: str = Field("", description="PEM certificates of which HTTP clients must have one (mutual TLS).")
     drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     rpc: RpcSettings = RpcSettings()
@@ -160,6 +179,18 @@ class RouterSettings(_Settings):
         return targets
 
 
+class ClientSettings(_Settings):
+    """What the commands that talk to a router bring along."""
+
+    api_key: SecretStr = Field(SecretStr(""), description="Key to send to the router.")
+    rpc: RpcSettings = RpcSettings()
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with every call."""
+        key = self.api_key.get_secret_value()
+        return (("authorization", f"Bearer {key}"),) if key else ()
+
+
 def load(kind: type[S], **flags: Any) -> S:
     """Settings from flags (those that are not None) over the environment.
 
@@ -173,6 +204,14 @@ def load(kind: type[S], **flags: Any) -> S:
             name = "-".join(str(part) for part in problem["loc"]).replace("_", "-")
             lines.append(f"--{name}: {problem['msg'].removeprefix('Value error, ')} (got {problem.get('input')!r})")
         raise ConfigError("; ".join(lines)) from error
+
+
+def read_file(flag: str, path: str) -> bytes:
+    """A file that a setting names. Raises ConfigError naming the flag when it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from error
 
 
 def locate_model(name: str) -> str:

@@ -6,7 +6,10 @@
         UnsupportedFieldError      it asks for something we do not do
         PromptTooLongError         it does not fit the model
         UnknownModelError          it names a model that is not served
+      UnauthenticatedError       the caller has not said who it is
+        PermissionDeniedError      it may not do this
       OverloadedError            no room now
+        RateLimitedError           the caller has had its share
       UnavailableError           the other side is not there
         NoWorkerError              no worker can take the request
         WorkerLostError            the worker went away with the request
@@ -35,11 +38,13 @@ class Code(IntEnum):
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
     NOT_FOUND = 5
+    PERMISSION_DENIED = 7
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
     INTERNAL = 13
     UNAVAILABLE = 14
     DATA_LOSS = 15
+    UNAUTHENTICATED = 16
 
 
 class TwostrokeError(Exception):
@@ -92,12 +97,32 @@ class UnknownModelError(InvalidRequestError):
     reason = "UNKNOWN_MODEL"
 
 
+class UnauthenticatedError(TwostrokeError):
+    """The caller has not said who it is."""
+
+    code = Code.UNAUTHENTICATED
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(UnauthenticatedError):
+    """The caller may not do this."""
+
+    code = Code.PERMISSION_DENIED
+    reason = "PERMISSION_DENIED"
+
+
 class OverloadedError(TwostrokeError):
     """No room now."""
 
     code = Code.RESOURCE_EXHAUSTED
     reason = "OVERLOADED"
     default_retry_after_s = 1.0
+
+
+class RateLimitedError(OverloadedError):
+    """The caller has had its share."""
+
+    reason = "RATE_LIMITED"
 
 
 class UnavailableError(TwostrokeError):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import SettingsError
 
@@ -54,8 +54,13 @@ class Flag:
 
 
 def flags_of(kind: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[Flag]:
-    """The flags of a settings class, in its order; groups within it are flattened."""
+    """The flags of a settings class, in its order; groups within it are flattened.
+
+    Secrets have none, because everybody on a machine sees its command lines.
+    """
     for name, info in kind.model_fields.items():
+        if info.annotation is SecretStr:
+            continue
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from flags_of(info.annotation, (*path, name))
         else:

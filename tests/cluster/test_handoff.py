@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
 import grpc.aio
@@ -13,9 +13,13 @@ import pytest
 import pytest_asyncio
 
 from cluster.reference_cluster import Answer, Cluster, request, running
+from twostroke.config import RpcSettings
 from twostroke.engine.reference_model import expected_tokens
+from twostroke.rpc.channel import connect
 from twostroke.v1.cluster_pb2 import WatchResponse, WorkerView
 from twostroke.v1.engine_pb2 import SamplingParams
+from twostroke.v1.worker_pb2 import WatchLoadRequest, WatchLoadResponse
+from twostroke.v1.worker_pb2_grpc import WorkerServiceStub
 
 # A prompt token takes half a millisecond, a step reads 64 of them.
 SLOW = ("--reference-token-us", "500", "--step-budget-tokens", "64")
@@ -302,6 +306,34 @@ async def test_kv_whose_lease_ended_while_decode_had_no_room_is_not_used() -> No
         assert [each.token_ids for each in answers] == [oracle(tokens, 8) for tokens in prompts]
         assert (await big).token_ids == oracle(prompt(1900, 0), 400)
         assert "is over" in cluster.log("router")
+
+
+async def worker_load(cluster: Cluster, name: str, condition: Callable[[WatchLoadResponse], bool]) -> WatchLoadResponse:
+    """The first load report of a worker, asked without a router, that the condition holds for."""
+    channel = connect(f"127.0.0.1:{cluster.ports[name]}", RpcSettings())
+    try:
+        async for load in WorkerServiceStub(channel).WatchLoad(WatchLoadRequest(), timeout=20):
+            if condition(load):
+                return load
+        raise AssertionError(f"{name} ended its reports")
+    finally:
+        await channel.close()
+
+
+async def test_a_router_that_dies_leaves_nothing_on_its_workers() -> None:
+    """Long before a lease ends: of prompts that wait to be fetched, and of answers that are being written."""
+    decode = ("--reference-blocks", "150", "--max-model-len-tokens", "2400")
+    flags = ("--kv-lease-s", "60", "--reference-step-ms", "4")
+    async with running(worker_flags=flags, own_flags={"decode-0": decode}) as cluster:
+        asked = [asyncio.create_task(cluster.ask(request(prompt(1900, 0), 400)))]
+        await cluster.until(lambda view: worker(view, "decode-0").load.running_requests == 1)
+        asked += [asyncio.create_task(cluster.ask(request(prompt(900 + index, index), 8))) for index in range(4)]
+        await cluster.until(lambda view: worker(view, "prefill-0").load.held_handoffs >= 3)
+        cluster.kill("router")
+        await asyncio.gather(*asked, return_exceptions=True)
+        for name in ("prefill-0", "decode-0"):
+            load = await worker_load(cluster, name, lambda load: not load.used_blocks)
+            assert (load.held_handoffs, load.held_blocks, load.running_requests, load.waiting_requests) == (0, 0, 0, 0)
 
 
 async def test_an_engine_that_offers_no_kv_early_is_served_as_before() -> None:

@@ -99,7 +99,8 @@ def test_openai_errors(sync_openai: openai.OpenAI) -> None:
 
 
 def test_anthropic_messages(sync_anthropic: anthropic.Anthropic) -> None:
-    ask = {"model": MODEL, "max_tokens": 20, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+    ask = {"model": MODEL, "max_tokens": 20, "messages": [{"role": "user", "content": QUESTION}]}
+    ask["extra_body"] = {"temperature": 0}
     whole = sync_anthropic.messages.create(**ask)  # type: ignore[call-overload]
     assert whole.content[0].text == ANSWER
     assert whole.stop_reason == "end_turn"

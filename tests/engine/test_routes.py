@@ -92,7 +92,7 @@ async def test_a_route_runs_through_both_pools_or_says_that_it_does_not(route: R
 
 
 async def test_the_table_names_every_route_there_is(two_pools: TwoPools) -> None:
-    async with httpx.AsyncClient(base_url=two_pools.http) as client:
+    async with httpx.AsyncClient(base_url=two_pools.http, timeout=60) as client:
         described = (await client.get("/openapi.json")).json()["paths"]
     there = {(method.upper(), path) for path, methods in described.items() for method in methods}
     named = {(route.method, route.path) for route in ROUTES}

@@ -4,7 +4,8 @@ It prints one JSON line when it is ready, `{"address": hex, "memory": hex}`, and
 and `id`: offered (with slot and generation), joined, renewed, done, withdrawn, corrupted, dropped, cpu, fatal. Commands
 come as lines on standard input: `offer ID`, `join ID` (an offer whose hold another rank of the worker has taken),
 `announce ID FIRST BLOCK,BLOCK...`, `finish ID BLOCKS TOKEN`, `withdraw ID`, `corrupt BLOCK` (flips a byte in its first
-layer), `drop PREFIX`, `cpu`, `quit`. It ends with its standard input.
+layer), `read ID NAME ADDRESS MEMORY SLOT GENERATION BLOCKS` (from the rank of that name into the first blocks here),
+`drop PREFIX`, `cpu`, `quit`. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ import numpy.typing as npt
 from twostroke.bench.kv_source import anonymous, pattern, say
 from twostroke.kv.backends import open_transport
 from twostroke.kv.holds import Holds, HoldTable
-from twostroke.kv.memory import Blocks
+from twostroke.kv.memory import Blocks, slice_between
 from twostroke.kv.mover import Callbacks, Mover
+from twostroke.kv.receive import Part, Receive
 from twostroke.v1.kv_pb2 import KvMemory
 
 Kv = npt.NDArray[np.uint8]
@@ -136,6 +138,13 @@ class Offers:
             case "corrupt", ():
                 self._rank.kv[0, int(handoff_id), 0, 0, 0] ^= 0xFF
                 say(event="corrupted", id=handoff_id)
+            case "read", (name, address, memory, slot, generation, blocks):
+                source = KvMemory.FromString(bytes.fromhex(memory))
+                part = Part(name, source, slice_between(source, self._rank.mover.memory))
+                self._rank.mover.know(name, bytes.fromhex(address))
+                reader = self._rank.mover.reader
+                reader.expect(Receive(handoff_id, handoff_id, int(slot), int(generation), [part], time.monotonic()))
+                reader.begin(handoff_id, Blocks(0, range(int(blocks))))
             case "drop", ():
                 self._rank.mover.drop(handoff_id)
                 say(event="dropped", id=handoff_id)

@@ -44,9 +44,9 @@ MODEL = LinearStepModel(0.008, 1e-4, 3e-8, 6e-5, 2e-9)
 
 
 class Filled:
-    """An index with a million blocks, and prompts of which it knows the beginning."""
+    """An index of at least so many blocks, and prompts of which it knows the beginning."""
 
-    def __init__(self, seed: int, long_prompts: int) -> None:
+    def __init__(self, seed: int, long_prompts: int, blocks: int) -> None:
         self._rng = rng = random.Random(seed)  # noqa: S311
         self.index = PrefixIndex()
         self._sequences = [0] * WORKERS
@@ -59,7 +59,7 @@ class Filled:
             for worker in rng.sample(range(WORKERS), rng.randrange(1, 5)):
                 self._store(worker, chain[: rng.randrange(len(chain))], shared[-1])
             self.prompts.append([*shared, *chain])
-        while len(self.index) < BLOCKS:
+        while len(self.index) < blocks:
             self._store(rng.randrange(WORKERS), self._blocks(rng.randrange(1, 2 * TURN_BLOCKS)), shared[-1])
 
     def _blocks(self, count: int) -> list[int]:
@@ -134,20 +134,20 @@ def decisions_us(filled: Filled, options: Options) -> list[float]:
     return times_us(decide, len(filled.prompts))
 
 
-def memory() -> None:
+def memory(blocks: int) -> None:
     """In a process of its own: prints what the index added to its resident memory."""
     gc.collect()
     before = psutil.Process().memory_info().rss
-    filled = Filled(3, 0)
+    filled = Filled(3, 0, blocks)
     gc.collect()
     added = psutil.Process().memory_info().rss - before
     print(json.dumps({"blocks": len(filled.index), "bytes": added, "estimate": filled.index.cost_bytes}))  # noqa: T201
 
 
-def run(prompts: int, command: str) -> Record:
+def run(prompts: int, blocks: int, command: str) -> Record:
     """The whole benchmark."""
     record = Record("policy", command)
-    filled = Filled(1, prompts)
+    filled = Filled(1, prompts, blocks)
     lookups = times_us(lambda number: filled.index.hits(filled.prompts[number]), prompts)
     _times(record, f"lookup of a prompt of {PROMPT_BLOCKS} blocks among {len(filled.index):,}", lookups)
     _goal(record, "lookup of a 32k-token prompt, CPU median", lookups, 200)
@@ -166,7 +166,7 @@ def run(prompts: int, command: str) -> Record:
     learned = times_us(lambda _: model.observe(batch, 0.05), 500)
     _times(record, "learning from a step", learned)
     done = subprocess.run(
-        [sys.executable, "-m", "twostroke.bench.policy", "--memory"],
+        [sys.executable, "-m", "twostroke.bench.policy", "--memory", str(blocks)],
         capture_output=True,
         text=True,
         check=True,
@@ -192,12 +192,12 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=400, help="long prompts, each looked up and placed")
-    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.memory:
-        memory()
+        memory(flags.memory)
         return 0
-    finish(run(flags.prompts, command_line("policy")), make_console())
+    finish(run(flags.prompts, BLOCKS, command_line("policy")), make_console())
     return 0
 
 

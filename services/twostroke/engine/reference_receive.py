@@ -124,7 +124,7 @@ class Inbox:
 
 
 def probe(endpoint: KvEndpoint, epoch: str, block_size_tokens: int, folder: Path) -> LinkReport:
-    """Reads the pattern in another engine's segment: one word for the latency, all of it to compare, again for the rate.
+    """Reads the pattern in another engine's segment: a word for the latency, all to compare, all again for the rate.
 
     Raises KvCorruptError, LayoutMismatchError, InvalidRequestError, and WorkerLostError when the owner is gone.
     """

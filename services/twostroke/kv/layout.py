@@ -12,8 +12,8 @@ _HEAD_BYTES = 1 << 20
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 
 CUTTING_CONNECTOR = "twostroke"
-CUTTABLE_ORDER = "LBHNC"
-"""Layer, block, head, token, content: the tokens of a head follow each other."""
+CUTTABLE_BLOCKS, CUTTABLE_HEADS = frozenset({"LBHNC"}), frozenset({"LBHNC", "LBH"})
+"""Orders in which the tokens of a head follow each other, and in which the heads of a block do."""
 
 _FIELDS = tuple(field.name for field in KvLayout.DESCRIPTOR.fields)
 
@@ -51,13 +51,13 @@ def difference(prefill: KvLayout, decode: KvLayout) -> str | None:
 
 
 def _can_be_cut(name: str, prefill: KvLayout, decode: KvLayout) -> bool:
-    if not prefill.connector.startswith(CUTTING_CONNECTOR) or {prefill.order, decode.order} != {CUTTABLE_ORDER}:
+    if not prefill.connector.startswith(CUTTING_CONNECTOR) or prefill.order != decode.order:
         return False
     if name == "block_size_tokens":
         small, large = sorted((prefill.block_size_tokens, decode.block_size_tokens))
-        return small > 0 and large % small == 0
+        return prefill.order in CUTTABLE_BLOCKS and small > 0 and large % small == 0
     # Each rank has whole heads, or a copy of one.
-    return name == "tensor_parallel"
+    return name == "tensor_parallel" and prefill.order in CUTTABLE_HEADS
 
 
 def block_bytes(layout: KvLayout, element_bytes: int) -> int:

@@ -36,7 +36,7 @@ class Blocks:
 def is_dense(memory: KvMemory) -> bool:
     """Whether a block of a layer is one run of bytes."""
     return (
-        memory.token_stride_bytes == memory.content_bytes
+        memory.token_stride_bytes in (0, memory.content_bytes)
         and memory.head_stride_bytes == memory.block_tokens * memory.content_bytes
     )
 
@@ -64,8 +64,12 @@ def slice_between(source: KvMemory, reader: KvMemory) -> KvSlice | None:
     if same and is_dense(source) and is_dense(reader):
         return None
     small, large = sorted((source.block_tokens, reader.block_tokens))
-    if source.token_stride_bytes != source.content_bytes or reader.token_stride_bytes != reader.content_bytes:
-        raise LayoutMismatchError("blocks can be cut only where the tokens of a head follow each other (LBHNC)")
+    for side in (source, reader):
+        if side.token_stride_bytes != side.content_bytes and (side.token_stride_bytes or small != large):
+            raise LayoutMismatchError(
+                f"blocks of {source.block_tokens} tokens and {source.heads} heads on prefill, {reader.block_tokens} and "
+                f"{reader.heads} on decode, can be cut only where the tokens of a head follow each other (LBHNC)"
+            )
     if large % small:
         raise LayoutMismatchError(
             f"blocks of {source.block_tokens} tokens on prefill and {reader.block_tokens} on decode; one must divide "

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from twostroke.errors import TwostrokeError, WorkerLostError
+from twostroke.kv.callbacks import DigestOf
 from twostroke.kv.digest import digest
 from twostroke.kv.holds import TABLE_BYTES
 from twostroke.kv.link import LinkReport
 from twostroke.kv.probe import PROBE_BYTES, Probe, pattern
 from twostroke.kv.reader import SCRATCH_WORDS, Reader
 from twostroke.kv.receive import Outcome
-from twostroke.kv.source import DigestOf, Source
+from twostroke.kv.source import Source
 from twostroke.kv.transport import (
     Event,
     Failure,

@@ -15,7 +15,7 @@ from twostroke.kv.transport import is_rdma
 from twostroke.v1.kv_pb2 import KvMemory
 
 if TYPE_CHECKING:
-    from twostroke.kv.reader import Fetch
+    from twostroke.kv.callbacks import Fetch
 
 PROBE_BYTES = 1 << 20
 SMALL_BYTES = 64

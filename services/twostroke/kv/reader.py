@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
+from twostroke.kv.callbacks import DigestOf, Fetch, Send
 from twostroke.kv.digest import digest
 from twostroke.kv.holds import WORD_BYTES
 from twostroke.kv.memory import Blocks
 from twostroke.kv.receive import Chunk, Outcome, Part, Receive
-from twostroke.kv.source import DigestOf, Send
-from twostroke.kv.transport import Quarantine, Rows
+from twostroke.kv.transport import Quarantine
 from twostroke.v1.kv_pb2 import KvMemory
 from twostroke.v1.transfer_pb2 import (
     TransferDigest,
@@ -37,14 +36,6 @@ ATTEMPTS = 2
 SLOWEST_BYTES_PER_S = 100e6
 """Below this a read is given up; with timeout_s on top."""
 SCRATCH_WORDS = 1024
-
-
-class Fetch(Protocol):
-    """Posts a read of rows from a source, by name. `over` is called when it is complete, with a message when it was
-    refused; it is not called when the source is lost, which `Reader.lost` tells. Returns False when the source is not
-    connected; nothing was posted then."""
-
-    def __call__(self, source: str, rows: Rows, deadline_s: float, over: Callable[[str | None], None], /) -> bool: ...
 
 
 class Reader:
@@ -108,6 +99,12 @@ class Reader:
         if receive is not None:
             receive.here = here
             self._advance(receive)
+
+    def skip(self, request_id: str) -> None:
+        """Nothing is to be fetched: the sources are told that all was read, and no outcome follows. Before `begin`."""
+        receive = self._receives.pop(request_id, None)
+        if receive is not None:
+            self._say_done(receive)
 
     def cancel(self, request_id: str) -> None:
         """Gives a receive up. Its outcome comes when no read can write any more, at once when none is in flight."""
@@ -287,12 +284,15 @@ class Reader:
             if receive.is_short(self._memory):
                 self._fail(receive, "the source left blocks out")
                 return
-            for part in receive.parts:
-                done = TransferDone(handoff_ids=[receive.handoff_id])
-                self._send(part.source, TransferSignal(done=done))
+            self._say_done(receive)
             self._end(receive)
         else:
             self._advance(receive)
+
+    def _say_done(self, receive: Receive) -> None:
+        for part in receive.parts:
+            done = TransferDone(handoff_ids=[receive.handoff_id])
+            self._send(part.source, TransferSignal(done=done))
 
     def _fail(self, receive: Receive, message: str) -> None:
         receive.failure = receive.failure or message

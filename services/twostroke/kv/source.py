@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from twostroke.kv.digest import Ranges, digest
+from twostroke.kv.callbacks import DigestOf, Send
+from twostroke.kv.digest import digest
 from twostroke.kv.memory import Blocks, pieces
 from twostroke.v1.kv_pb2 import KvMemory
 from twostroke.v1.transfer_pb2 import (
@@ -33,11 +34,6 @@ CHUNK_TOKENS = 16384
 
 DEVICE_POLL_S = 0.0005
 REMEMBERED = 4096
-
-Send = Callable[[str, TransferSignal], None]
-"""Sends a signal to a peer by name; lost when the peer is."""
-
-DigestOf = Callable[[Ranges], bytes]
 
 
 @dataclass(slots=True)

@@ -28,6 +28,10 @@ TERMS = (
 SMALLEST = (1e-5, 1e-7, 1e-11, 1e-8, 1e-13, 1e-7)
 """Scale of a term whose prior is 0, so that it can be learned all the same."""
 
+LEAST = 1e-3
+"""Of a term that is to be scaled: 0 could not be."""
+SHORTEST_S = 1e-9
+
 FORGETTING = 0.998
 """Weight of a step relative to the next one's: the last 500 or so count."""
 NOISE = 0.05
@@ -70,7 +74,7 @@ class WorkerModel:
         """Steps that were not believed."""
         values: list[float] = [getattr(prior, name) for name in TERMS]
         self._scales = [value or smallest for value, smallest in zip(values, SMALLEST, strict=True)]
-        self._theta = [value / scale for value, scale in zip(values, self._scales, strict=True)]
+        self._theta = [max(LEAST, value / scale) for value, scale in zip(values, self._scales, strict=True)]
         self._kinds = [_Kind(self._theta), _Kind(self._theta)]
         self._spread: list[list[float]] = []
         self._error: float | None = None
@@ -97,9 +101,9 @@ class WorkerModel:
 
     def observe(self, batch: StepBatch, step_s: float) -> bool:
         """Learns from a step. Returns whether it was believed. Empty batches and times of 0 teach nothing."""
-        predicted_s = self.model.step_s(batch)
-        if predicted_s <= 0 or step_s <= 0:
+        if batch.sequences + batch.prefill_tokens == 0 or step_s <= 0:
             return False
+        predicted_s = max(self.model.step_s(batch), SHORTEST_S)
         kind = self._kinds[WITH_PROMPT if batch.prefill_tokens else WITHOUT_PROMPT]
         off = math.log(step_s / predicted_s)
         if len(kind.first) == WARM_UP and abs(off) > max(GATE * kind.deviation, LEAST_GATE):
@@ -122,6 +126,7 @@ class WorkerModel:
         return True
 
     def _begin_again(self) -> None:
+        self._theta = [max(LEAST, value) for value in self._theta]
         self._kinds = [_Kind(self._theta), _Kind(self._theta)]
         self._error = None
         self._doubt_all()
@@ -141,7 +146,7 @@ class WorkerModel:
             self._theta[term] = kind.base[term] * ratio
         if len(kind.first) == WARM_UP:
             for each, each_s in kind.first:
-                predicted_s = self.model.step_s(each)
+                predicted_s = max(self.model.step_s(each), SHORTEST_S)
                 if abs(math.log(each_s / predicted_s)) < GATE * FIRST_DEVIATION:
                     self._learn(each, each_s, predicted_s, MOST_NOISE)
                     self._model = None

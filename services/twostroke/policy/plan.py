@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Option(Enum):
@@ -84,9 +85,8 @@ class Limits:
     shortlist: int = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """One way to serve a request, in numbers."""
+class Estimate(NamedTuple):
+    """One way to serve a request, in numbers. A tuple, since a decision makes dozens."""
 
     option: Option
     prefill: str

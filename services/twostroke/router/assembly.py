@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from twostroke.config import RouterSettings
+from twostroke.router.access import Access
 from twostroke.router.cluster_service import ClusterService
 from twostroke.router.dispatch import Dispatcher
 from twostroke.router.front_end import PlainFrontEnd
@@ -31,11 +32,12 @@ class Router:
         self._settings = settings
         router_id = settings.router_id or f"router-{settings.grpc_port}"
         self.dispatcher = Dispatcher(settings, router_id)
-        self._server = Server(settings.rpc, SERVICES, frozenset())
+        self._access = Access.of(settings)
+        self._server = Server(settings.rpc, SERVICES, frozenset(), self._access.guard)
         self._inference = InferenceService(self.dispatcher)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, self._server.grpc)
-        cluster = ClusterService(self.dispatcher, router_id)
-        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, self._server.grpc)
+        self._cluster = ClusterService(self.dispatcher, router_id)
+        cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self._cluster, self._server.grpc)
         self._http: HttpEdge | None = None
         self._http_started = asyncio.Event()
 
@@ -76,7 +78,7 @@ class Router:
         args = await asyncio.to_thread(http_edge.parse_arguments, settings)
         self.dispatcher.loading = "its front end (reading the model's configuration and tokenizer)"
         config = await asyncio.to_thread(http_edge.make_config, args)
-        self._http = http_edge.HttpEdge(settings, args, config, self.dispatcher)
+        self._http = http_edge.HttpEdge(settings, args, config, self.dispatcher, self._access, self._cluster)
         self._inference.use(self._http.front_end)
         self.dispatcher.loading = ""
         log.info("front end of %s ready after %.1f s", args.model, time.monotonic() - started)

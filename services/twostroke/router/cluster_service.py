@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -12,10 +13,12 @@ from twostroke.policy.ledger import HandoffState
 from twostroke.router.dispatch import Dispatcher
 from twostroke.router.links import Link, LinkState
 from twostroke.router.member import Member, MemberState
+from twostroke.router.output import Trail
 from twostroke.v1 import cluster_pb2 as pb
 from twostroke.v1 import cluster_pb2_grpc
 
 MIN_INTERVAL_S = 0.1
+DEFAULT_REQUESTS = 100
 
 _STATES = {
     MemberState.UNREACHABLE: pb.WORKER_STATE_UNREACHABLE,
@@ -42,13 +45,26 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> AsyncIterator[pb.WatchResponse]:
         """The cluster now and at every change, at most ten times a second."""
         while True:
-            yield self._view()
+            yield self.view()
             if request.once:
                 return
             await self._dispatcher.pool.wait_changed()
             await asyncio.sleep(MIN_INTERVAL_S)
 
-    def _view(self) -> pb.WatchResponse:
+    async def ListRequests(
+        self, request: pb.ListRequestsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ListRequestsResponse:
+        """The requests of late."""
+        return self.requests(request.limit or DEFAULT_REQUESTS)
+
+    def requests(self, limit: int) -> pb.ListRequestsResponse:
+        """The same, for callers in this process."""
+        now_s = time.monotonic()
+        recent = self._dispatcher.recent(limit)
+        return pb.ListRequestsResponse(requests=[_request(public_id, trail, now_s) for public_id, trail in recent])
+
+    def view(self) -> pb.WatchResponse:
+        """The cluster now."""
         pool = self._dispatcher.pool
         names = {member.address: member.worker_id for member in pool.members}
         waiting_for = self._dispatcher.waiting_for()
@@ -76,6 +92,33 @@ def _worker(member: Member) -> pb.WorkerView:
         info=member.info,
         load=member.load,
         router_requests=member.session.active if member.session else 0,
+    )
+
+
+def _request(public_id: str, trail: Trail, now_s: float) -> pb.RequestView:
+    if not trail.over:
+        state = pb.REQUEST_STATE_RUNNING
+    elif trail.failure:
+        state = pb.REQUEST_STATE_FAILED
+    else:
+        state = pb.REQUEST_STATE_FINISHED if trail.answered else pb.REQUEST_STATE_CANCELLED
+    return pb.RequestView(
+        request_id=public_id,
+        state=state,
+        age_ms=(now_s - trail.received_s) * 1000,
+        timeline=trail.timeline(),
+        prompt_tokens=trail.prompt_tokens,
+        completion_tokens=trail.completion_tokens,
+        failure=trail.failure,
+        failed_attempts=[
+            pb.FailedAttempt(
+                placed_ms=0.0 if attempt.placed_s is None else (attempt.placed_s - trail.received_s) * 1000,
+                failed_ms=(attempt.failed_s - trail.received_s) * 1000,
+                prefill_worker_id=attempt.prefill_worker_id,
+                reason=attempt.reason,
+            )
+            for attempt in trail.failed_attempts
+        ],
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from itertools import islice
 
 from twostroke.config import RouterSettings
 from twostroke.errors import DeadlineError, EngineError, InvalidRequestError, NoWorkerError, TwostrokeError
@@ -80,6 +81,10 @@ class Dispatcher:
         """Where the time of a recent request went."""
         return self._trails.get(public_id)
 
+    def recent(self, limit: int) -> list[tuple[str, Trail]]:
+        """Requests of late with their public ids, the newest first."""
+        return list(islice(reversed(self._trails.items()), limit))
+
     def _remember(self, public_id: str, trail: Trail) -> None:
         self._trails[public_id] = trail
         while len(self._trails) > REMEMBERED_TRAILS:
@@ -97,6 +102,7 @@ class Dispatcher:
             log.exception("request %s failed", flight.request_id)
             self._fail(flight, EngineError(f"the router failed: {type(error).__name__}: {error}"))
         finally:
+            flight.trail.over = True
             if self._flights.get(flight.request_id) is asyncio.current_task():
                 del self._flights[flight.request_id]
             if flight.recomputed:
@@ -110,6 +116,7 @@ class Dispatcher:
 
     def _fail(self, flight: Flight, error: TwostrokeError) -> None:
         log.warning("request %s failed: %s", flight.request_id, error)
+        flight.trail.failure = error.message
         self._emit(Output(flight.request_id, failure=error))
 
     def _emit(self, output: Output) -> None:

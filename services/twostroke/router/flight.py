@@ -12,11 +12,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from twostroke.errors import NoWorkerError, WorkerLostError
+from twostroke.errors import NoWorkerError, TwostrokeError, WorkerLostError
 from twostroke.policy.placement import Plan, place
 from twostroke.router.attempt import RETRYABLE, Attempt
 from twostroke.router.member import Member, MemberState
-from twostroke.router.output import Output
+from twostroke.router.output import FailedAttempt, Output
 from twostroke.router.pool import WorkerPool
 from twostroke.router.progress import Progress
 from twostroke.v1.engine_pb2 import EngineRequest
@@ -61,11 +61,17 @@ class Flight:
                 await self._attempt(number)
                 return
             except RETRYABLE as error:
+                self._note_failure(error)
                 if number == self._attempts or self._progress.remaining_s() <= 0:
                     raise
                 log.warning("request %s: attempt %d failed, placing it again: %s", self.request_id, number, error)
             finally:
                 self.trail.finished_s = time.monotonic()
+
+    def _note_failure(self, error: TwostrokeError) -> None:
+        trail = self.trail
+        worker = trail.prefill_worker_id if trail.placed_s is not None else ""
+        trail.failed_attempts.append(FailedAttempt(trail.placed_s, time.monotonic(), worker, error.message))
 
     async def _attempt(self, number: int) -> None:
         plan = await self._place(COMEBACK_S if number > 1 else 0)

@@ -70,7 +70,7 @@ class Member:
         self.session: DecodeSession | None = None
         self.prefill_tokens = 0
         """Prompt tokens that this router has placed here and that are not computed yet."""
-        self._router_id = router_id
+        self.router_id = router_id
         self._accept = accept
         self._changed = changed
         self._load_changed = load_changed
@@ -148,7 +148,7 @@ class Member:
             await self._watch_load()
             return
         self._set(MemberState.STARTING, "opening its session")
-        session = DecodeSession(self._channel, self._router_id, info.worker_id, info.epoch, self._step_done)
+        session = DecodeSession(self._channel, self.router_id, info.worker_id, info.epoch, self._step_done)
         opened = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as group:

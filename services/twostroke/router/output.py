@@ -33,6 +33,16 @@ class Sink(Protocol):
         """Takes a batch; outputs of one request come in order."""
 
 
+@dataclass(frozen=True, slots=True)
+class FailedAttempt:
+    """An attempt that was given up. Moments are monotonic seconds."""
+
+    placed_s: float | None
+    failed_s: float
+    prefill_worker_id: str
+    reason: str
+
+
 @dataclass(slots=True)
 class Trail:
     """Where one request's time went. Moments are monotonic seconds; None for what did not happen."""
@@ -50,6 +60,14 @@ class Trail:
     transferred_tokens: int = 0
     transferred_bytes: int = 0
     attempts: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    answered: bool = False
+    """The client has the end of the answer."""
+    over: bool = False
+    """Nothing more will come."""
+    failure: str = ""
+    failed_attempts: list[FailedAttempt] = field(default_factory=list)
 
     def timeline(self) -> Timeline:
         """As clients see it: milliseconds since the request came in.

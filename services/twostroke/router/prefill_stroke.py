@@ -36,7 +36,8 @@ class PrefillStroke:
         self._offered = asyncio.Event()
         self._prompt_tokens = len(request.prompt_token_ids)
         self._call = member.prefill.Prefill(
-            PrefillRequest(request=request, worker_epoch=member.info.epoch), timeout=max(0.001, timeout_s)
+            PrefillRequest(request=request, worker_epoch=member.info.epoch, router_id=member.router_id),
+            timeout=max(0.001, timeout_s),
         )
         self.ended = asyncio.get_running_loop().create_task(self._run(), name=f"prefill {request.request_id}")
         """Done when the worker has said everything; it raises what broke the call."""

@@ -15,7 +15,7 @@ class Progress:
 
     def __init__(self, request: EngineRequest, emit: Callable[[Output], None], deadline_s: float) -> None:
         self.request = request
-        self.trail = Trail()
+        self.trail = Trail(prompt_tokens=len(request.prompt_token_ids))
         self.delivered: list[int] = []
         """The tokens that the client has."""
         self.ended = False
@@ -54,7 +54,8 @@ class Progress:
         if self.trail.first_token_s is None and token_ids:
             self.trail.first_token_s = time.monotonic()
         self.delivered.extend(token_ids)
+        self.trail.completion_tokens = len(self.delivered)
         if finish is not None:
-            self.ended = True
+            self.ended = self.trail.answered = True
             self.trail.finished_s = time.monotonic()
         self._emit(Output(self.request.request_id, token_ids, logprobs, prompt, prompt_logprobs, finish))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import grpc.aio
@@ -26,14 +26,25 @@ if TYPE_CHECKING:  # grpc's classes are generic in their stubs only
     _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]
 
 
+class Guard(Protocol):
+    """Says who may make a call."""
+
+    def __call__(self, method: str, authorization: str, peer: str) -> None:
+        """Raises the TwostrokeError that refuses it.
+
+        method: full name; authorization: that header, or empty; peer: gRPC's name of the caller's address.
+        """
+
+
 class BoundaryInterceptor(grpc.aio.ServerInterceptor):
-    """Maps errors and demands deadlines.
+    """Maps errors, demands deadlines, and asks the guard.
 
     deadline_methods: full method names whose callers must set a deadline.
     """
 
-    def __init__(self, deadline_methods: frozenset[str] = frozenset()) -> None:
+    def __init__(self, deadline_methods: frozenset[str] = frozenset(), guard: Guard | None = None) -> None:
         self._deadline_methods = deadline_methods
+        self._guard = guard
 
     async def intercept_service(
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -43,7 +54,14 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method.startswith("/grpc."):
             return handler
-        needs_deadline = method in self._deadline_methods
+
+        def check(context: _Context) -> None:
+            if self._guard is not None:
+                metadata = dict(context.invocation_metadata() or ())
+                self._guard(method, str(metadata.get("authorization", "")), context.peer())
+            if method in self._deadline_methods and context.time_remaining() is None:
+                raise InvalidRequestError(f"{method} needs a deadline; set a timeout on the call")
+
         if handler.response_streaming:
             inner = handler.stream_stream or handler.unary_stream
             make = (
@@ -51,7 +69,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
-            wrapped: Any = _streaming(inner, method, needs_deadline)
+            wrapped: Any = _streaming(inner, method, check)
         else:
             inner = handler.stream_unary or handler.unary_unary
             make = (
@@ -59,13 +77,8 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else grpc.unary_unary_rpc_method_handler
             )
-            wrapped = _unary(inner, method, needs_deadline)
+            wrapped = _unary(inner, method, check)
         return make(wrapped, handler.request_deserializer, handler.response_serializer)
-
-
-def _refuse_without_deadline(context: _Context, method: str) -> None:
-    if context.time_remaining() is None:
-        raise InvalidRequestError(f"{method} needs a deadline; set a timeout on the call")
 
 
 async def _fail(context: _Context, method: str, error: BaseException) -> None:
@@ -79,11 +92,10 @@ async def _fail(context: _Context, method: str, error: BaseException) -> None:
     await abort(context, EngineError(f"{method} failed: {type(error).__name__}: {error}"))
 
 
-def _unary(inner: Any, method: str, needs_deadline: bool) -> Callable[[Any, _Context], Awaitable[Any]]:
+def _unary(inner: Any, method: str, check: Callable[[_Context], None]) -> Callable[[Any, _Context], Awaitable[Any]]:
     async def call(request: Any, context: _Context) -> Any:
         try:
-            if needs_deadline:
-                _refuse_without_deadline(context, method)
+            check(context)
             return await inner(request, context)
         except grpc.aio.AbortError:
             raise
@@ -93,12 +105,13 @@ def _unary(inner: Any, method: str, needs_deadline: bool) -> Callable[[Any, _Con
     return call
 
 
-def _streaming(inner: Any, method: str, needs_deadline: bool) -> Callable[[Any, _Context], AsyncIterator[Any]]:
+def _streaming(
+    inner: Any, method: str, check: Callable[[_Context], None]
+) -> Callable[[Any, _Context], AsyncIterator[Any]]:
     async def call(request: Any, context: _Context) -> AsyncIterator[Any]:
         messages: AsyncIterator[Any] = inner(request, context)
         try:
-            if needs_deadline:
-                _refuse_without_deadline(context, method)
+            check(context)
             async for message in messages:
                 yield message
         except (grpc.aio.AbortError, GeneratorExit):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from twostroke.config import RpcSettings
 
-Options = list[tuple[str, int]]
+Options = list[tuple[str, int | str]]
 
 
 def _common(settings: RpcSettings) -> Options:
@@ -33,6 +33,7 @@ def channel_options(settings: RpcSettings) -> Options:
         ("grpc.max_reconnect_backoff_ms", int(settings.reconnect_max_s * 1000)),
         # Retries are decided by the router and the SDK, which know whether a token was delivered.
         ("grpc.enable_retries", 0),
+        *([("grpc.ssl_target_name_override", settings.tls_server_name)] if settings.tls_server_name else []),
     ]
 
 

@@ -12,8 +12,9 @@ from grpc_reflection.v1alpha import reflection
 from twostroke.config import RpcSettings
 from twostroke.errors import ConfigError
 from twostroke.rpc.health import HealthServicer
-from twostroke.rpc.interceptors import BoundaryInterceptor
+from twostroke.rpc.interceptors import BoundaryInterceptor, Guard
 from twostroke.rpc.options import server_options
+from twostroke.rpc.tls import server_credentials
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -23,12 +24,19 @@ class Server:
     """A gRPC server with grpc.health.v1 and reflection.
 
     Health: the empty name is liveness and serves from `start` to the end of `drain`; each service name is readiness and
-    follows `set_ready`. Register services on `grpc` before `start`.
+    follows `set_ready`. Register services on `grpc` before `start`. guard: looks at every call of those services.
     """
 
-    def __init__(self, settings: RpcSettings, services: Sequence[str], deadline_methods: frozenset[str]) -> None:
+    def __init__(
+        self,
+        settings: RpcSettings,
+        services: Sequence[str],
+        deadline_methods: frozenset[str],
+        guard: Guard | None = None,
+    ) -> None:
+        self._settings = settings
         self.grpc = grpc.aio.server(
-            interceptors=[BoundaryInterceptor(deadline_methods)], options=server_options(settings)
+            interceptors=[BoundaryInterceptor(deadline_methods, guard)], options=server_options(settings)
         )
         self._services = tuple(services)
         self._health = HealthServicer()
@@ -37,10 +45,15 @@ class Server:
         reflection.enable_server_reflection(names, self.grpc)
 
     async def start(self, host: str, port: int, flag: str = "--port") -> int:
-        """Listens and serves; returns the port. Raises ConfigError naming the flag when the port is taken."""
+        """Listens and serves; returns the port. Raises ConfigError naming the flag when the port is taken, and for
+        certificates that cannot be used."""
         bracketed = f"[{host}]" if ":" in host else host
+        credentials = server_credentials(self._settings)
         try:
-            bound = self.grpc.add_insecure_port(f"{bracketed}:{port}")
+            if credentials is None:
+                bound = self.grpc.add_insecure_port(f"{bracketed}:{port}")
+            else:
+                bound = self.grpc.add_secure_port(f"{bracketed}:{port}", credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {bracketed}:{port}: the port is taken or the address is not this machine's; "

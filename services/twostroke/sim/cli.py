@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from twostroke.errors import ConfigError
 from twostroke.measures import SloLimits, parse_slo
@@ -19,6 +20,8 @@ from twostroke.sim.planner.command import PlanFlags
 from twostroke.sim.planner.command import plan as plan_command
 from twostroke.sim.planner.errors import intervals
 from twostroke.sim.planner.space import BUDGETS, SEQUENCES, Space, parse_inventory
+from twostroke.sim.profile import Effort
+from twostroke.sim.profile import run as profile_run
 from twostroke.sim.replica import ReplicaSpec, is_profile
 from twostroke.sim.scenario import POLICIES, FleetSpec, TrafficSpec, parse_failure
 
@@ -260,6 +263,41 @@ def plan(
     raise typer.Exit(plan_command(flags))
 
 
+def profile(
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it, a .json.")],
+    worker: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="gRPC address of the worker; the router is asked when empty.")
+    ] = "",
+    router: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="gRPC address of the router; `twostroke up`'s when empty.")
+    ] = "",
+    prompts: Annotated[str, typer.Option(metavar="LIST", help="Prompt lengths.")] = ",".join(
+        map(str, Effort().prompts)
+    ),
+    batches: Annotated[str, typer.Option(metavar="LIST", help="Answers at once.")] = ",".join(
+        map(str, Effort().batches)
+    ),
+    contexts: Annotated[str, typer.Option(metavar="LIST", help="Their prompts.")] = ",".join(
+        map(str, Effort().contexts)
+    ),
+) -> None:
+    """Measures the engine steps of a running worker; `sim` and `plan` take the result as --model.
+
+      twostroke up --detach && twostroke profile smollm2.json && twostroke sim --model smollm2.json --both 2 \\
+        --lengths 256/64 --rate 1
+
+    The worker must be idle otherwise. It is asked for a few hundred tokens; on a CPU that takes a minute or two.
+    """
+    from twostroke.config import RpcSettings, read
+    from twostroke.launch.commands import router_address
+
+    if out.suffix != ".json":
+        raise ConfigError(f"{out}: name a .json file, by which --model knows it for a profile")
+    effort = Effort(_numbers("--prompts", prompts), _numbers("--batches", batches), _numbers("--contexts", contexts))
+    target = "" if worker else router_address(router)
+    raise typer.Exit(profile_run(worker, target, out, effort, read(RpcSettings, []), Console()))
+
+
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
     try:
         found = tuple(sorted({int(part) for part in text.split(",")}))
@@ -278,4 +316,4 @@ def run(name: str, argv: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {"sim": sim, "plan": plan}
+_COMMANDS: dict[str, Callable[..., None]] = {"sim": sim, "plan": plan, "profile": profile}

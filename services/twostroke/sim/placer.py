@@ -195,10 +195,10 @@ class TurnsPlacer:
 
 
 class PrefixPlacer(TurnsPlacer):
-    """Prefix only: the worker that has most of the prompt in its cache computes it, in turns where none has any."""
+    """Prefix only: who has most of the prompt in its cache computes it, in turns where nobody has half of it."""
 
     def reader(self, readers: list[Worker], hashes: Items[int], now_s: float) -> Worker:
         """See TurnsPlacer."""
         hits = [worker.engine.hits(hashes, now_s) for worker in readers]
         most = max(hits)
-        return readers[hits.index(most)] if most else self._in_turn(0, readers)
+        return readers[hits.index(most)] if 2 * most > len(hashes) else self._in_turn(0, readers)

@@ -173,9 +173,11 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         if first is None or first.WhichOneof("message") != "open":
             raise InvalidRequestError("the first message of a session must be open")
         self._host.check_epoch(first.open.worker_epoch)
+        router_id = first.open.router_id
         session = _Session(self._host)
-        reader = asyncio.create_task(session.read(requests), name=f"session {first.open.router_id}")
-        log.info("session of router %s begins", first.open.router_id)
+        reader = asyncio.create_task(session.read(requests), name=f"session {router_id}")
+        log.info("session of router %s begins", router_id)
+        self._host.enter(router_id)
         try:
             yield pb.SessionResponse(opened=pb.SessionOpened(worker_epoch=self._host.epoch))
             async for response in session.responses():
@@ -183,4 +185,5 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         finally:
             reader.cancel()
             await session.close()
-            log.info("session of router %s is over", first.open.router_id)
+            await self._host.leave(router_id)
+            log.info("session of router %s is over", router_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -43,6 +44,9 @@ class EngineHost:
         self._engine = engine
         self._owners: dict[str, Owner] = {}
         self._changed = asyncio.Condition()
+        self._sessions: Counter[str] = Counter()
+        self._held: dict[str, set[str]] = {}
+        """Ids of finished prompts whose KV is held, by router; routers tell when it need not be any more."""
         self._draining = False
         self._failed: TwostrokeError | None = None
 
@@ -118,8 +122,27 @@ class EngineHost:
             await self._engine.cancel(request_ids)
             await self._announce(self.load)
 
+    def enter(self, router_id: str) -> None:
+        """A session of a router begins."""
+        self._sessions[router_id] += 1
+
+    async def leave(self, router_id: str) -> None:
+        """A session of a router ends; with its last one, what is held for it is freed."""
+        self._sessions[router_id] -= 1
+        if not self._sessions[router_id]:
+            del self._sessions[router_id]
+            if held := self._held.pop(router_id, None):
+                await self._engine.release(list(held))
+
+    def hold(self, router_id: str, request_id: str) -> None:
+        """KV of a finished prompt is held for a router."""
+        if router_id in self._sessions:
+            self._held.setdefault(router_id, set()).add(request_id)
+
     async def release(self, request_ids: Sequence[str]) -> int:
         """Frees held KV; returns how many of the ids held any."""
+        for held in self._held.values():
+            held.difference_update(request_ids)
         return await self._engine.release(request_ids)
 
     async def probe(self, worker_id: str, epoch: str, endpoint: KvEndpoint) -> LinkReport:

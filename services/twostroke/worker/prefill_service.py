@@ -63,6 +63,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                     started = True
                     early = output.handoff if not output.done else None
                     yield pb.PrefillResponse(started=pb.PrefillStarted(handoff=early))
+                if output.handoff is not None and output.done:
+                    self._host.hold(request.router_id, request_id)
                 for event in _events(output):
                     yield event
                 complete = output.done

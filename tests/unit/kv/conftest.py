@@ -1,9 +1,12 @@
 """Processes and transports that end with their test."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from twostroke.bench.kv_rank import Shape
+from twostroke.bench.kv_ranks import ReaderRank, SourceRank
 from twostroke.kv.backends import open_transport
 from twostroke.kv.transport import Transport
 from unit.kv.kv_process import SourceProcess
@@ -35,3 +38,32 @@ def start_transport() -> Iterator[Callable[..., Transport]]:
     yield start
     for one in opened:
         one.close()
+
+
+@pytest.fixture
+def start_rank() -> Iterator[Callable[..., SourceRank]]:
+    """Starts source ranks."""
+    started: list[SourceRank] = []
+
+    def start(name: str = "p/1/0", shape: Shape | None = None, **options: Any) -> SourceRank:
+        started.append(SourceRank(name, shape or Shape(), **options))
+        return started[-1]
+
+    yield start
+    for rank in started:
+        rank.end()
+
+
+@pytest.fixture
+def start_reader() -> Iterator[Callable[..., ReaderRank]]:
+    """Opens reading ranks."""
+    opened: list[ReaderRank] = []
+
+    def start(name: str = "d/1/0", shape: Shape | None = None, **options: Any) -> ReaderRank:
+        opened.append(ReaderRank(name, shape or Shape(), **options))
+        return opened[-1]
+
+    yield start
+    for rank in opened:
+        rank.close()
+        assert not rank.fatal

@@ -46,6 +46,8 @@ def test_our_connector_cuts_blocks_and_heads_where_it_can() -> None:
     assert difference(here, direct(block_size_tokens=128, tensor_parallel=2)) is None
     assert difference(direct(block_size_tokens=128), here) is None
     assert difference(here, direct(block_size_tokens=48)) == "block_size_tokens is 32 on prefill and 48 on decode"
+    assert difference(direct(order="LBH"), direct(order="LBH", tensor_parallel=2)) is None
+    assert difference(direct(order="LBH"), direct(order="LBH", block_size_tokens=32)) is not None
     assert difference(direct(order="backend"), direct(order="backend", tensor_parallel=2)) is not None
     assert difference(here, direct(block_size_tokens=32, dtype="bfloat16")) is not None
     assert "connector" in str(difference(here, direct(block_size_tokens=32, connector="twostroke/nixl")))

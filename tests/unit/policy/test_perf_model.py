@@ -67,6 +67,13 @@ def test_before_the_first_step_it_is_the_prior() -> None:
     assert model.model == PRIOR
 
 
+def test_a_prior_that_knows_nothing_is_enough() -> None:
+    rng, truth = random.Random(7), TRUTHS["near the prior"]
+    model = WorkerModel(LinearStepModel(0.0, 0.0, 0.0, 0.0))
+    feed(model, truth, 500, rng)
+    assert errors(model, truth, rng)[100] < 0.1
+
+
 def test_no_term_becomes_negative() -> None:
     """Of a truth without two of the terms, with much noise, least squares alone would put them below 0."""
     for seed in range(5):

@@ -185,6 +185,48 @@ def test_the_lender_may_leave_the_writing_to_another() -> None:
     assert (plan.option, plan.prefill, plan.decode) == (Option.LENT_DECODER, "d1", "d2")
 
 
+def test_no_decoder_is_lent_that_could_not_take_a_small_chunk() -> None:
+    request = PlacementRequest(3000, slo=Slo(ttft_s=2.0, itl_s=0.1))
+    snapshot = cluster(reader("p", 100_000), writer("d", 20, slo=Slo(2.0, 0.1)))
+    assert any(each.option is Option.LENT_DECODER for each in place(request, snapshot, ALL_WAYS).why)
+    coarse = place(request, snapshot, ALL_WAYS, limits=Limits(min_chunk_tokens=400))
+    assert not any(each.option is Option.LENT_DECODER for each in coarse.why)
+    tight = cluster(reader("p", 100_000), writer("d", 20, slo=Slo(2.0, 0.02)))
+    assert not any(each.option is Option.LENT_DECODER for each in place(request, tight, ALL_WAYS).why)
+
+
+def test_a_way_in_time_is_worth_much() -> None:
+    """A decode worker alone is dearer for the answers on it, and the only way that ends in time."""
+    snapshot = cluster(reader("p", 30_000), writer("d", 8, slo=TIGHT))
+    request = PlacementRequest(4000, expected_output_tokens=50, slo=Slo(ttft_s=20.0, itl_s=0.05))
+    options = replace(ALL_WAYS, p_alone=False, lent_decoder=False)
+    assert place(request, snapshot, options).option is Option.P_THEN_D
+    hurried = place(replace(request, deadline_s=5.0), snapshot, options)
+    assert hurried.option is Option.D_ALONE
+    assert hurried.chosen is not None
+    assert hurried.chosen.finish_s < 5.0
+
+
+def test_a_decode_worker_that_computes_a_long_prompt_does_not_get_the_answer() -> None:
+    """Its steps are full of that prompt for ten seconds; the other one has more answers."""
+    lent = writer("d1", 2, pending_prompt_tokens=40_000, pending_prompts=1)
+    plan = place(PlacementRequest(500, slo=TIGHT), cluster(reader("p"), lent, writer("d2", 12)), STRICT)
+    assert chosen(plan) == ("p", "d2")
+    idle = replace(lent, pending_prompt_tokens=0, pending_prompts=0)
+    assert chosen(place(PlacementRequest(500, slo=TIGHT), cluster(reader("p"), idle, writer("d2", 12)))) == ("p", "d1")
+
+
+def test_an_answer_on_prefill_expects_to_share_its_steps_with_prompts() -> None:
+    quiet = cluster(reader("p"), writer("d", 2, free_blocks=3))
+    request = PlacementRequest(100, expected_output_tokens=201, slo=TIGHT)
+    plan = place(request, quiet, Options(p_then_d=False, d_alone=False, lent_decoder=False))
+    assert plan.option is Option.P_ALONE
+    assert plan.chosen is not None
+    full_step_s = 0.02 + 2e-4 + 512 * 2e-4 + 512 * (512 + 256) * 1e-8
+    own_step_s = 0.02 + 2e-4 + 200.5 * 1e-7
+    assert plan.chosen.itl_s == pytest.approx((full_step_s + own_step_s) / 2, rel=0.01)
+
+
 def test_one_pool_is_a_setting() -> None:
     plan = place(LONG, cluster(both("w1", pending_prompt_tokens=4000, pending_prompts=1), both("w2")), ONE_POOL)
     assert chosen(plan) == (None, "w2")

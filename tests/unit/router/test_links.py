@@ -180,7 +180,8 @@ async def test_a_new_life_is_a_new_link(rig: Rig) -> None:
     p, d = Worker("p"), Worker("d")
     rig.follow((p, d))
     await rig.until(lambda: rig.links.usable(("p", "d")))
-    rig.links.failed(("p", "d"), LOST)
+    for _ in range(FAILURES - 1):
+        rig.links.failed(("p", "d"), LOST)
     d.gate.clear()
     p.info.epoch = "p 2"
     rig.follow((p, d))
@@ -188,6 +189,8 @@ async def test_a_new_life_is_a_new_link(rig: Rig) -> None:
     assert next(iter(rig.links)).failures == 0
     d.gate.set()
     await rig.until(lambda: rig.links.usable(("p", "d")))
+    rig.links.failed(("p", "d"), LOST)
+    assert rig.links.usable(("p", "d"))
     rig.follow()
     assert rig.states() == {}
     rig.links.failed(("p", "d"), LOST)

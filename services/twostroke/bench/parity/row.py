@@ -65,7 +65,12 @@ def chat(name: str, text: str, shows: Shows = bool, /, **body: Any) -> Row:
 
 def seeded(row: Row) -> Row:
     """The row, sampled."""
-    return replace(row, name=f"{row.name}, seeded", seeded=True, body={"temperature": 0.9, "seed": 7} | {**row.body, "temperature": 0.9})
+    return replace(
+        row,
+        name=f"{row.name}, seeded",
+        seeded=True,
+        body={"temperature": 0.9, "seed": 7} | {**row.body, "temperature": 0.9},
+    )
 
 
 def streamed(row: Row) -> Row:

@@ -12,7 +12,10 @@ from twostroke.launch.devices import Devices
 
 KV_BYTES = 512 << 20
 
-FRONT_END = ("--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+FRONT_END = (
+    *("--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    "--enable-scale-out",
+)
 """What both front ends are told."""
 
 

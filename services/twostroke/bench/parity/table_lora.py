@@ -20,7 +20,7 @@ def lora_rows() -> list[Row]:
     return [
         *rows,
         streamed(replace(rows[1], name="adapter a, cache hit", shows=bool)),
-        replace(seeded(rows[2]), name="adapter b, seed", shows=bool),
+        replace(seeded(rows[2]), shows=bool),
     ]
 
 

@@ -62,21 +62,22 @@ def _sampling() -> list[Row]:
         completion("top_k", FRANCE, top_k=5, **hot),
         completion("min_p", FRANCE, min_p=0.05, **hot),
         completion(
-            "presence, frequency and repetition penalty, seed",
+            "presence, frequency and repetition penalty",
             story(90, 7),
             presence_penalty=0.7,
             frequency_penalty=0.4,
             repetition_penalty=1.2,
             **hot,
         ),
-        streamed(completion("seed with a stop string", COUNT, stop=["9"], **hot)),
-        chat("seed in a chat", "Tell me of a river.", top_p=0.9),
+        completion("a stop string", COUNT, stop=["9"], **hot),
+        chat("in a chat", "Tell me of a river.", top_p=0.9),
     ]
     penalised = story(90, 8)
     return [
         completion("greedy", FRANCE, lambda answer: " Paris" in text_of(answer)),
         streamed(completion("greedy", FRANCE, lambda answer: " Paris" in text_of(answer))),
         *(seeded(row) for row in sampled),
+        streamed(seeded(sampled[-2])),
         completion("presence_penalty", penalised, presence_penalty=1.5, max_tokens=16),
         completion("frequency_penalty", penalised, frequency_penalty=1.5, max_tokens=16),
         completion("repetition_penalty", penalised, repetition_penalty=1.3, max_tokens=16),

@@ -107,9 +107,9 @@ def prompt_stats(output: Any, admitted_s: float, appended: int) -> pb.PromptStat
 
 
 def layout_order() -> str:
-    """Order of the axes of vLLM's KV memory (layer, block, head, token, content): what was asked for, the CPU's only
-    one, or "backend" where the attention backend chooses and the connector's handshake compares."""
+    """Order of the axes of vLLM's KV memory (layer, block, head, token, content): what was asked for; "LBH" on the CPU,
+    whose kernels mix the tokens of a block; or "backend", where the attention backend chooses."""
     from vllm import envs
     from vllm.platforms import current_platform
 
-    return "LBHNC" if current_platform.is_cpu() else str(envs.VLLM_KV_CACHE_LAYOUT or "backend")
+    return "LBH" if current_platform.is_cpu() else str(envs.VLLM_KV_CACHE_LAYOUT or "backend")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 _Scope = MutableMapping[str, Any]
@@ -34,18 +34,18 @@ class ReadinessGate:
         if scope["type"] == "lifespan":
             core.on_http_start()
         elif scope["type"] == "http" and scope["path"] not in OPEN_PATHS and (waiting_for := core.waiting_for()):
-            await _answer(send, 503, "ServiceUnavailableError", f"the router is not ready: it waits for {waiting_for}")
+            message = f"the router is not ready: it waits for {waiting_for}"
+            await answer(send, 503, "ServiceUnavailableError", message, [(b"retry-after", b"1")])
             return
         elif scope["type"] == "http" and (why := NOT_SERVED.get(scope["path"])):
-            await _answer(send, 404, "NotFoundError", f"{scope['path']} is not served through two pools: {why}")
+            await answer(send, 404, "NotFoundError", f"{scope['path']} is not served through two pools: {why}")
             return
         await self._app(scope, receive, send)
 
 
-async def _answer(send: _Send, status: int, kind: str, message: str) -> None:
+async def answer(send: _Send, status: int, kind: str, message: str, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """An error in OpenAI's shape. more: further headers."""
     body = json.dumps({"error": {"message": message, "type": kind, "code": status, "param": None}}).encode()
-    headers = [(b"content-type", b"application/json")]
-    if status == 503:
-        headers.append((b"retry-after", b"1"))
+    headers = [(b"content-type", b"application/json"), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

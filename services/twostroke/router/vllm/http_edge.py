@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shlex
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from twostroke.config import RouterSettings, locate_model, set_environment
-from twostroke.errors import ConfigError
+from twostroke.config import RouterSettings, locate_model, read_file, set_environment
+from twostroke.errors import ConfigError, TwostrokeError
+from twostroke.router.access import Access
+from twostroke.router.cluster_service import ClusterService
+from twostroke.router.console.pages import Console
 from twostroke.router.dispatch import Dispatcher
 
 # The last one is the outermost.
-_MIDDLEWARE = ("twostroke.router.vllm.event_stream.EventStreams", "twostroke.router.vllm.gate.ReadinessGate")
+_MIDDLEWARE = (
+    "twostroke.router.vllm.event_stream.EventStreams",
+    "twostroke.router.vllm.gate.ReadinessGate",
+    "twostroke.router.vllm.access_gate.AccessGate",
+)
 
 
 def prepare_environment(settings: RouterSettings) -> None:
@@ -50,6 +59,7 @@ def parse_arguments(settings: RouterSettings) -> Any:
         arguments += ["--served-model-name", settings.served_model_name]
     if settings.max_model_len_tokens:
         arguments += ["--max-model-len", str(settings.max_model_len_tokens)]
+    arguments += _tls(settings)
     adapters = settings.adapters()
     if adapters or settings.lora_updates:
         arguments.append("--enable-lora")
@@ -63,6 +73,21 @@ def parse_arguments(settings: RouterSettings) -> Any:
     except (SystemExit, ValueError, TypeError) as error:
         raise ConfigError(f"--vllm-args {settings.vllm_args!r} is not what vLLM's server takes: {error}") from error
     return args
+
+
+def _tls(settings: RouterSettings) -> list[str]:
+    files = {
+        "cert": ("--ssl-certfile", settings.http_tls_cert),
+        "key": ("--ssl-keyfile", settings.http_tls_key),
+        "ca": ("--ssl-ca-certs", settings.http_tls_ca),
+    }
+    given = {name: path for name, (_, path) in files.items() if path}
+    if given and not given.keys() >= {"cert", "key"}:
+        raise ConfigError("HTTP speaks TLS with both --http-tls-cert and --http-tls-key, or not at all")
+    for name, path in given.items():
+        read_file(f"--http-tls-{name}", path)
+    arguments = [part for flag, path in files.values() if path for part in (flag, path)]
+    return [*arguments, "--ssl-cert-reqs", str(int(ssl.CERT_REQUIRED))] if "ca" in given else arguments
 
 
 def make_config(args: Any) -> Any:
@@ -90,12 +115,30 @@ def make_config(args: Any) -> Any:
         raise refusal(args.model, error) from error
 
 
+def _one_line(record: logging.LogRecord) -> bool:
+    """A log filter: what was refused or lost is said in one line; vLLM's servers add where they heard of it."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and isinstance(error.__cause__, TwostrokeError):
+        record.msg, record.args, record.exc_info = f"{record.getMessage()} {error.__cause__}", (), None
+    return True
+
+
 class HttpEdge:
     """Serves vLLM's routes. Build it before the first request, `run` it until cancelled."""
 
-    def __init__(self, settings: RouterSettings, args: Any, config: Any, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        args: Any,
+        config: Any,
+        dispatcher: Dispatcher,
+        access: Access,
+        cluster: ClusterService,
+    ) -> None:
         from twostroke.router.vllm.front_end import VllmFrontEnd, make_llm
 
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(_one_line)
         self._settings = settings
         self._args = args
         self._llm = make_llm(
@@ -103,6 +146,10 @@ class HttpEdge:
         )
         names = args.served_model_name or [args.model]
         self.front_end = VllmFrontEnd(self._llm, dispatcher, names[0])
+        # Middleware is made by vLLM's server and finds these by way of the engine that it serves.
+        core = self._llm.engine_core
+        core.access, core.max_body_bytes = access, settings.max_body_bytes
+        core.console = Console(cluster, lambda: [names[0], *settings.adapters()])
 
     async def run(self, started: Callable[[], None]) -> None:
         """Serves HTTP; calls `started` when it listens. Raises ConfigError when the port is taken."""

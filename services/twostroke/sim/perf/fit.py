@@ -1,4 +1,4 @@
-"""The fit of efficiencies: maximum a posteriori, by damped Gauss-Newton steps, on a small choice of runs.
+"""The fit of efficiencies: maximum a posteriori, by Gauss-Newton steps, on a small choice of runs.
 
 Errors are taken relative, and with heavy tails, so that a run that nothing explains does not bend the rest. They are
 sharpened in rounds: what looks like an outlier at first is often only not fitted yet.
@@ -22,6 +22,7 @@ _ROUNDS = ((4.0, 6), (2.0, 6), (1.0, 14))  # (errors taken so many times larger,
 _FREEDOM = 4.0
 _SHIFT = 0.01
 _ENOUGH = 1e-3
+_LEAST_PART = 0.01
 _SIZE = len(PRIOR)
 
 
@@ -69,47 +70,51 @@ class _Problem:
         tails = (_FREEDOM + 1) / 2 * np.log1p((misses / errors) ** 2 / _FREEDOM)
         return float(tails.sum() + ((x / self.prior_spread) ** 2).sum() / 2)
 
-    def normal(self, x: Floats, errors: Floats) -> tuple[Floats, Floats]:
-        """Matrix and right side of the next step."""
-        matrix = np.diag(1 / self.prior_spread**2)
-        side = -x / self.prior_spread**2
+    def target(self, x: Floats, errors: Floats) -> Floats:
+        """Where the quadratic at x has its least cost.
+
+        There are far fewer observations than parameters, so it is solved for the observations.
+        """
+        slopes = np.zeros((2 * len(self.runs), len(x)))
+        misses, spread = np.zeros(len(slopes)), np.zeros(len(slopes))
         for i, each in enumerate(self.runs):
             at = self.scaled(x, i)
             variants = each.predict(np.vstack([at, at + _SHIFT * np.eye(_SIZE)]))
-            slopes = (variants[1:] - variants[0]).T / _SHIFT
-            miss = each.observed - variants[0]
-            weight = (_FREEDOM + 1) / (_FREEDOM + (miss / errors) ** 2) / errors**2
-            columns, repeated = self.columns[i], np.tile(slopes, len(LEVELS))
-            matrix[np.ix_(columns, columns)] += repeated.T @ (weight[:, None] * repeated)
-            side[columns] += repeated.T @ (weight * miss)
-        return matrix, side
+            rows = slice(2 * i, 2 * i + 2)
+            slopes[rows, self.columns[i]] = np.tile((variants[1:] - variants[0]).T / _SHIFT, len(LEVELS))
+            misses[rows] = each.observed - variants[0]
+            spread[rows] = errors**2 * (_FREEDOM + (misses[rows] / errors) ** 2) / (_FREEDOM + 1)
+        weighted = slopes * self.prior_spread**2
+        inner = weighted @ slopes.T + np.diag(spread)
+        return np.asarray(weighted.T @ np.linalg.solve(inner, misses + slopes @ x))
 
 
-def fit(runs: Sequence[Prepared]) -> Fitted:
-    """Fits the groups of these runs."""
+def fit(runs: Sequence[Prepared], start: Fitted | None = None) -> Fitted:
+    """Fits the groups of these runs. start: what to start from, as when one run fewer is fitted on; saves rounds."""
     problem = _Problem(runs)
     x = np.zeros(len(problem.prior_spread))
-    for factor, steps in _ROUNDS:
+    if start is not None:
+        x = np.concatenate([start.added.get(key, np.zeros(_SIZE)) for key in problem.index])
+    for factor, steps in _ROUNDS if start is None else _ROUNDS[-1:]:
         x = _descend(problem, x, _ERRORS * factor, steps)
     blocks = x.reshape(-1, _SIZE)
     return Fitted({key: blocks[i] for key, i in problem.index.items()})
 
 
 def _descend(problem: _Problem, x: Floats, errors: Floats, steps: int) -> Floats:
-    damping = 0.1
     cost = problem.cost(x, problem.misses(x), errors)
     for _ in range(steps):
-        matrix, side = problem.normal(x, errors)
-        while damping < 1e6:
-            step = np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), side)
-            tried = x + np.clip(step, -1, 1)
+        way = np.clip(problem.target(x, errors) - x, -1, 1)
+        part, found = 1.0, np.inf
+        while part > _LEAST_PART:
+            tried = x + part * way
             found = problem.cost(tried, problem.misses(tried), errors)
             if found < cost:
                 break
-            damping *= 4
-        else:
-            return x
-        x, damping, gain, cost = tried, max(damping / 4, 1e-6), cost - found, found
+            part /= 3
+        if found >= cost:
+            break
+        x, gain, cost = tried, cost - found, found
         if gain < _ENOUGH * cost:
             break
     return x

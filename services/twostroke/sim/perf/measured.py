@@ -14,6 +14,10 @@ from twostroke.sim.perf.runs import Run
 
 Floats = NDArray[np.float64]
 
+_FEW = 8  # requests
+_MOST_SHARE = 0.97
+_LEAST_RESERVE_BYTES = 2e9
+
 
 def setting_of(run: Run) -> Setting:
     """The run's setting."""
@@ -37,6 +41,8 @@ class Prepared:
     setting: Setting
     model: RooflineStepModel
     schedule: Schedule
+    pressed: bool
+    """Whether KV for all requests at once does not fit, so that times hang on what exactly the engine reserves."""
     observed: Floats
     """Logarithms of the measured mean time to first token and mean time between tokens, seconds."""
 
@@ -57,12 +63,16 @@ def prepare(runs: list[Run]) -> list[Prepared]:
     found = []
     for run in runs:
         model = RooflineStepModel(run.shape, run.hardware, run.precision, run.decode.parallel)
-        capacity = model.kv_capacity_tokens(run.memory_share, run.free_share)
         work = run.workload
-        enough = 2 * work.concurrency * (work.input_tokens + work.output_tokens)
+        whole = work.input_tokens + work.output_tokens
+        capacity = model.kv_capacity_tokens(run.memory_share, run.free_share)
+        if capacity < _FEW * whole:
+            # It ran, so whoever ran it gave the engine what memory there was.
+            capacity = max(capacity, model.kv_capacity_tokens(_MOST_SHARE, 1.0, _LEAST_RESERVE_BYTES))
+        enough = 2 * work.concurrency * whole
         key = (work, run.scheduler, min(capacity, enough))
         if key not in made:
             made[key] = schedule(work, run.scheduler, capacity)
         observed = np.log([run.ttft_s, run.tpot_s])
-        found.append(Prepared(run, setting_of(run), model, made[key], observed))
+        found.append(Prepared(run, setting_of(run), model, made[key], capacity < enough / 2, observed))
     return found

@@ -10,51 +10,51 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from twostroke.sim.perf.levels import LEVELS, PRIOR, SPREADS, groups
 from twostroke.sim.perf.measured import Prepared
 
+Floats = NDArray[np.float64]
+
 SHARE = 0.1
 _SHIFT = 0.01
-_ERRORS = (0.15, 0.05)  # expected of one observation of TTFT and TPOT
-_WORTH = (0.3, 1.0)  # of knowing TTFT against knowing TPOT
+_ERROR = 0.05  # expected of one observation
 _SPREAD = 0.6  # of the levels' standard deviations; the whole would go for the extremes only
 
 
 def choose(runs: Sequence[Prepared], share: float = SHARE) -> list[int]:
-    """Indices of the runs to fit on: of every (model, system) the share, rounded down but at least one."""
+    """Indices of the runs to fit on: of every (model, system) the share, rounded down but at least one.
+
+    Runs that press against their KV memory are not taken while there are others.
+    """
     covariance = _covariance(runs)
-    count = len(runs)
-    errors = np.repeat(np.square(_ERRORS), count)
-    worth = np.repeat(np.square(_WORTH), count)
-    sizes = Counter(each.run.group for each in runs)
-    left = {group: max(1, int(share * size)) for group, size in sizes.items()}
+    free = {each.run.group for each in runs if not each.pressed}
+    usable = np.array([not each.pressed or each.run.group not in free for each in runs])
+    left = {group: max(1, int(share * size)) for group, size in Counter(each.run.group for each in runs).items()}
+    numbers = {group: index for index, group in enumerate(left)}
+    owner = np.array([numbers[each.run.group] for each in runs])
+    quota = np.array(list(left.values()))
     chosen: list[int] = []
-    for _ in range(sum(left.values())):
-        open_runs = np.array([i for i in range(count) if left[runs[i].run.group] and i not in set(chosen)])
-        gain = np.zeros(len(open_runs))
-        for first in (0, count):
-            rows = covariance[open_runs + first]
-            variance = rows[np.arange(len(open_runs)), open_runs + first] + errors[open_runs + first]
-            gain += np.square(rows) @ worth / variance
-        best = int(open_runs[int(np.argmax(gain))])
+    while (candidates := np.flatnonzero(usable & (quota[owner] > 0))).size:
+        gain = np.square(covariance[candidates]).sum(axis=1) / (covariance[candidates, candidates] + _ERROR**2)
+        best = int(candidates[int(np.argmax(gain))])
         chosen.append(best)
-        left[runs[best].run.group] -= 1
-        for seen in (best, best + count):
-            column = covariance[:, seen].copy()
-            covariance -= np.outer(column, column) / (column[seen] + errors[seen])
+        usable[best] = False
+        quota[owner[best]] -= 1
+        column = covariance[:, best].copy()
+        covariance -= np.outer(column, column) / (column[best] + _ERROR**2)
     return sorted(chosen)
 
 
-def _covariance(runs: Sequence[Prepared]) -> np.ndarray:
-    """What the prior says about the predictions' common errors: first all TTFT, then all TPOT."""
+def _covariance(runs: Sequence[Prepared]) -> Floats:
+    """What the prior says about the common errors of the predicted times between tokens."""
     variants = np.vstack([PRIOR, PRIOR + _SHIFT * np.eye(len(PRIOR))])
-    slopes = np.array([(lambda found: (found[1:] - found[0]).T / _SHIFT)(each.predict(variants)) for each in runs])
-    slopes *= SPREADS
+    found = np.array([each.predict(variants)[:, 1] for each in runs])
+    slopes = (found[:, 1:] - found[:, :1]) / _SHIFT * SPREADS
     keys = [groups(each.setting) for each in runs]
-    shared = np.zeros((len(runs), len(runs)), dtype=np.float32)
+    shared = np.zeros((len(runs), len(runs)))
     for level, (_, spread) in enumerate(LEVELS):
         own = np.unique([key[level] for key in keys], return_inverse=True)[1]
         shared += (_SPREAD * spread) ** 2 * (own[:, None] == own[None, :])
-    flat = np.concatenate([slopes[:, 0], slopes[:, 1]]).astype(np.float32)
-    return (flat @ flat.T) * np.tile(shared, (2, 2))
+    return np.asarray((slopes @ slopes.T) * shared)

@@ -92,9 +92,15 @@ class HeldBlocks:
             self._tell(notes.Expect(request.request_id, bytes(params["fetch"])))
 
     def missing_tokens(self, request: Any, computed_tokens: int) -> int:
-        """Tokens that are to be fetched."""
+        """Tokens that are to be fetched. None when all are here already, which the source is told at once."""
         wait = self._waits.get(request.request_id)
-        return 0 if wait is None else max(0, wait.tokens - computed_tokens)
+        if wait is None:
+            return 0
+        missing = wait.tokens - computed_tokens
+        if missing <= 0:
+            del self._waits[request.request_id]
+            self._tell(notes.Skip(request.request_id))
+        return max(0, missing)
 
     def allocated(self, request: Any, block_ids: list[int], external_tokens: int) -> None:
         """There is room for what is to be fetched."""

@@ -64,6 +64,12 @@ class Begin(Note):
     block_ids: list[int]
 
 
+class Skip(Note):
+    """Core to ranks: it is here already."""
+
+    request_id: str
+
+
 class Cancel(Note):
     """Core to ranks: nobody waits any more."""
 
@@ -155,7 +161,7 @@ class DropPeer(Note):
 
 
 _NOTES = (
-    Offer | Finish | Withdraw | Expect | Begin | Cancel | Renewed | Read | Ended | Started | Failed | Recomputed
+    Offer | Finish | Withdraw | Expect | Begin | Skip | Cancel | Renewed | Read | Ended | Started | Failed | Recomputed
     | Release | Probe | Probed | DropPeer
 )  # fmt: skip
 

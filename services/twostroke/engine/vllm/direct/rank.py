@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 
 from twostroke.config import child_environment
 from twostroke.engine.vllm.affinity import unpinned
@@ -100,7 +101,7 @@ class Rank:
             layer_addresses=[view.data_ptr() for view in views],
             block_stride_bytes=stride[0],
             head_stride_bytes=stride[1],
-            token_stride_bytes=stride[2],
+            token_stride_bytes=0 if current_platform.is_cpu() else stride[2],
             content_bytes=content * size,
             block_tokens=tokens,
             first_head=self._first_head(heads),
@@ -167,6 +168,8 @@ class Rank:
                 self._expect(mover, request_id, Handoff.FromString(handoff))
             case notes.Begin(request_id, first, block_ids):
                 mover.reader.begin(request_id, Blocks(first, block_ids))
+            case notes.Skip(request_id):
+                mover.reader.skip(request_id)
             case notes.Cancel(request_id):
                 mover.reader.cancel(request_id)
             case notes.DropPeer(prefix):

@@ -1,0 +1,58 @@
+"""A network path that can be cut: a network namespace, and a pair of virtual interfaces between it and this one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+
+from twostroke.errors import UnavailableError
+
+_numbers = itertools.count()
+
+
+class NetworkPath:
+    """Makes it; `remove` removes it. device: the end here. inside: a command prefix that runs a process at the other
+    end, whose device is `inner`. Raises UnavailableError, with the reason, where the host does not allow it: it takes
+    root, network namespaces and iproute2."""
+
+    def __init__(self) -> None:
+        number = next(_numbers)
+        self._namespace = f"ts-{os.getpid()}-{number}"
+        self.device, self.inner = f"ts{os.getpid()}a{number}", f"ts{os.getpid()}b{number}"
+        self.inside = ["ip", "netns", "exec", self._namespace]
+        third, fourth = os.getpid() % 250, number * 4 % 252
+        addresses = [(f"10.213.{third}.{fourth + end}/30", f"fd00:213:{third}:{number}::{end}/64") for end in (1, 2)]
+        try:
+            _run("ip", "netns", "add", self._namespace)
+            _run("ip", "link", "add", self.device, "type", "veth", "peer", "name", self.inner, "netns", self._namespace)
+            for place, device, (ipv4, ipv6) in (
+                ((), self.device, addresses[0]),
+                (("-n", self._namespace), self.inner, addresses[1]),
+            ):
+                _run("ip", *place, "addr", "add", ipv4, "dev", device)
+                _run("ip", *place, "addr", "add", ipv6, "dev", device, "nodad")
+                _run("ip", *place, "link", "set", device, "up")
+        except UnavailableError:
+            self.remove()
+            raise
+
+    def cut(self) -> None:
+        """No packet passes any more, and nobody is told."""
+        _run("ip", "-n", self._namespace, "link", "set", self.inner, "down")
+
+    def heal(self) -> None:
+        """They pass again, over IPv4."""
+        _run("ip", "-n", self._namespace, "link", "set", self.inner, "up")
+
+    def remove(self) -> None:
+        """With all that is in it."""
+        subprocess.run(["ip", "netns", "del", self._namespace], check=False, capture_output=True)
+
+
+def _run(*command: str) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", "") or str(error)
+        raise UnavailableError(f"{' '.join(command)}: {reason.strip()}") from None
