@@ -22,7 +22,7 @@ ALLOWED = {
     "decode": {"worker"},
     "launch": {"rpc", "client", "flags"},
     "measures": set(),
-    "sim": {"measures", "policy", "rpc"},
+    "sim": {"measures", "policy", "rpc", "launch", "flags"},
     "bench": {"measures", "sim", "rpc", "client", "launch", "telemetry", "policy", "engine", "kv"},
     "flags": set(),
     "errors": set(),

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
@@ -32,13 +32,14 @@ from twostroke.config import child_environment
 from twostroke.errors import TwostrokeError, UnavailableError
 from twostroke.kv.receive import Outcome
 
-SHAPE = Shape(blocks=256, content_bytes=4096)
-"""128 MiB: still under way when the fault strikes."""
-READER_SHAPE = Shape(blocks=320, content_bytes=4096)
+SHAPE = Shape(blocks=256, content_bytes=2048)
+"""64 MiB: still under way when the fault strikes."""
+OTHER_SHAPE = Shape(blocks=16, content_bytes=2048)
+READER_SHAPE = Shape(blocks=272, content_bytes=2048)
 """The blocks after the first 256 are for the second source."""
 BESIDE = range(256, 272)
 FILL = 0xA5
-SETTLE_S = {"kill": 0.5, "stop": 1.5, "cut": 4.0}
+SETTLE_S = {"kill": 0.5, "stop": 1.0, "cut": 4.0}
 """After the fault is healed. TCP tries again ever less often, here every 3 s by then."""
 _TCP, _CMA = {"TLS": "tcp"}, {"TLS": "cma,tcp"}
 CASES: tuple[tuple[str, str], ...] = (
@@ -96,22 +97,25 @@ def _round(fault: str, lanes: str, timeout_s: float) -> Round:
         if fault == "kill reader":
             return _reader_killed(stack, lanes, options, timeout_s)
         path = None
-        theirs, prefix = options, []
+        theirs: Mapping[str, str] = options
+        prefix: Sequence[str] = ()
         if fault == "cut":
             path = NetworkPath()
             stack.callback(path.remove)
             options = {**_TCP, "NET_DEVICES": path.device}
             theirs, prefix = {**options, "NET_DEVICES": path.inner}, path.inside
-        victim = _source(stack, "p/1/0", theirs, prefix)
-        other = _source(stack, "q/1/0", options)
+        victim = _source(stack, "p/1/0", SHAPE, theirs, prefix)
+        other = _source(stack, "q/1/0", OTHER_SHAPE, options)
         reader = ReaderRank("d/1/0", READER_SHAPE, options=options, timeout_s=timeout_s)
         stack.callback(reader.close)
         strike, heal = _fault(fault, victim, path)
         return _strike(Round(fault, lanes, timeout_s), reader, victim, other, strike, heal)
 
 
-def _source(stack: ExitStack, name: str, options: Mapping[str, str], prefix: list[str] | None = None) -> SourceRank:
-    source = SourceRank(name, SHAPE, options=options, prefix=prefix or (), seed=1 if name[0] == "p" else 10**9)
+def _source(
+    stack: ExitStack, name: str, shape: Shape, options: Mapping[str, str], prefix: Sequence[str] = ()
+) -> SourceRank:
+    source = SourceRank(name, shape, options=options, prefix=prefix, seed=1 if shape is SHAPE else 10**9)
     stack.callback(source.end)
     return source
 
@@ -193,19 +197,20 @@ def _keep_serving(reader: ReaderRank, other: SourceRank, duration_s: float) -> N
 def _reader_killed(stack: ExitStack, lanes: str, options: Mapping[str, str], timeout_s: float) -> Round:
     """The reader dies in the middle; the source must live, give the blocks back and serve the next reader."""
     result = Round("kill reader", lanes, timeout_s)
-    source = _source(stack, "p/1/0", options)
-    victim = _source(stack, "q/1/0", options)
+    source = _source(stack, "p/1/0", SHAPE, options)
+    victim = _source(stack, "d/1/0", SHAPE, options)
     slot, generation = source.offer("h")
     where = f"{source.name} {source.address.hex()} {source.memory.SerializeToString().hex()}"
     victim.tell(f"read h {where} {slot} {generation} {SHAPE.blocks}")
     source.event("renewed", "h")
     source.announce("h", 0, range(SHAPE.blocks))
+    time.sleep(np.random.default_rng().uniform(0.0, 0.05))  # a random moment of the transfer
     victim.signal(signal.SIGKILL)
     source.tell("withdraw h")
     start_s = time.monotonic()
     source.event("withdrawn", "h")
     result.released_s = time.monotonic() - start_s
-    reader = ReaderRank("d/1/0", READER_SHAPE, options=options, timeout_s=timeout_s)
+    reader = ReaderRank("d/2/0", READER_SHAPE, options=options, timeout_s=timeout_s)
     stack.callback(reader.close)
     result.beside = 1
     result.beside_right = int(_beside(reader, source, "next"))

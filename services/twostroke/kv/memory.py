@@ -67,7 +67,7 @@ def slice_between(source: KvMemory, reader: KvMemory) -> KvSlice | None:
     for side in (source, reader):
         if side.token_stride_bytes != side.content_bytes and (side.token_stride_bytes or small != large):
             raise LayoutMismatchError(
-                f"blocks of {source.block_tokens} tokens and {source.heads} heads on prefill, {reader.block_tokens} and "
+                f"blocks of {source.block_tokens} tokens, {source.heads} heads on prefill, {reader.block_tokens} and "
                 f"{reader.heads} on decode, can be cut only where the tokens of a head follow each other (LBHNC)"
             )
     if large % small:

@@ -156,7 +156,7 @@ def status(router: str, as_json: bool) -> int:
     """Prints a router's view of its cluster. Raises UnavailableError when it does not answer."""
     folder = RunDir(run_dir())
     local = None if router else folder.load()
-    target = _target(router)
+    target = router_address(router)
     view = asyncio.run(cluster.fetch(target, _STATUS_TIMEOUT_S))
     if as_json:
         sys.stdout.write(viewing.as_json(target, view, local) + "\n")
@@ -178,7 +178,7 @@ def generate(
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    last = asyncio.run(ask.stream(_target(router), request, timeout_s, show))
+    last = asyncio.run(ask.stream(router_address(router), request, timeout_s, show))
     sys.stdout.write("\n")
     if show_timeline:
         sys.stdout.write("\n".join(["", *timeline.render(last.timeline, last.usage), ""]))
@@ -192,7 +192,7 @@ def model_fetch(name: str) -> int:
     return 0
 
 
-def _target(router: str) -> str:
+def router_address(router: str) -> str:
     """The named router, else the one that `up` started here, else the one of the settings."""
     if router:
         host, _, port = router.rpartition(":")

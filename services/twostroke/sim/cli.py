@@ -288,14 +288,15 @@ def profile(
 
     The worker must be idle otherwise. It is asked for a few hundred tokens; on a CPU that takes a minute or two.
     """
-    from twostroke.config import RpcSettings, read
+    from twostroke.config import RouterSettings
+    from twostroke.flags import read
     from twostroke.launch.commands import router_address
 
     if out.suffix != ".json":
         raise ConfigError(f"{out}: name a .json file, by which --model knows it for a profile")
     effort = Effort(_numbers("--prompts", prompts), _numbers("--batches", batches), _numbers("--contexts", contexts))
     target = "" if worker else router_address(router)
-    raise typer.Exit(profile_run(worker, target, out, effort, read(RpcSettings, []), Console()))
+    raise typer.Exit(profile_run(worker, target, out, effort, read(RouterSettings, []).rpc, Console()))
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:

@@ -90,4 +90,5 @@ def _non_negative(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
             x = x + np.min(x[low] / (x[low] - trial[low])) * (trial - x)
             active &= x > 1e-12
             x[~active] = 0
-    return x / scale
+    found: npt.NDArray[np.float64] = x / scale
+    return found
