@@ -139,6 +139,59 @@ def status(
 
 
 @app.command(rich_help_panel="Any cluster")
+def top(
+    router: Router = "",
+    interval_s: Annotated[float, typer.Option("--interval-s", min=0.1, metavar="SECONDS", help="Between looks.")] = 1,
+    limit: Annotated[int, typer.Option("--requests", min=1, max=1000, metavar="N", help="Most requests to show.")] = 20,
+    once: Annotated[bool, typer.Option("--once", help="Look once and end.")] = False,
+) -> None:
+    """Shows the workers, the rates and where the time of every request goes, until Ctrl-C."""
+    from twostroke.launch import commands
+
+    _end(commands.top(router, interval_s, limit, once))
+
+
+@app.command(rich_help_panel="On this machine")
+def certs(
+    folder: Annotated[str, typer.Argument(help="Where to write them.")] = "certs",
+    name: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Host name or address of a server; may be repeated.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, metavar="N", help="How long they are valid.")] = 365,
+) -> None:
+    """Makes a development CA and certificates for routers, workers and clients."""
+    from twostroke.launch import commands
+
+    _end(commands.certs(folder, name or [], days))
+
+
+@app.command(rich_help_panel="Any cluster")
+def drain(
+    worker: Annotated[str, typer.Argument(help="Its id, as `twostroke status` shows it, or its address.")],
+    router: Router = "",
+) -> None:
+    """Lets a worker leave: no new requests; when those that run are over, or have moved, its process ends.
+
+    Requests that still run after the worker's --drain-s go on elsewhere from the tokens that their clients have.
+    """
+    from twostroke.launch import commands
+
+    _end(commands.drain(worker, router))
+
+
+@app.command(rich_help_panel="Any cluster")
+def role(
+    worker: Annotated[str, typer.Argument(help="Its id, as `twostroke status` shows it, or its address.")],
+    new_role: Annotated[str, typer.Argument(metavar="ROLE", help="prefill, decode or both.")],
+    router: Router = "",
+) -> None:
+    """Changes what a worker is sent from now on; what runs there goes on."""
+    from twostroke.launch import commands
+
+    _end(commands.role(worker, new_role, router))
+
+
+@app.command(rich_help_panel="Any cluster")
 def generate(
     prompt: Annotated[str, typer.Argument(help="A question to a chat model.")],
     router: Router = "",

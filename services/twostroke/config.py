@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, SecretStr, StringConstraints, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from twostroke.errors import ConfigError
 
@@ -194,7 +194,7 @@ class ClientSettings(_Settings):
 def load(kind: type[S], **flags: Any) -> S:
     """Settings from flags (those that are not None) over the environment.
 
-    Raises ConfigError with one line per wrong setting, each naming the flag.
+    Raises ConfigError that names the flag of each wrong setting, or the variable that holds no JSON.
     """
     try:
         return kind(**{name: value for name, value in flags.items() if value is not None})
@@ -204,6 +204,9 @@ def load(kind: type[S], **flags: Any) -> S:
             name = "-".join(str(part) for part in problem["loc"]).replace("_", "-")
             lines.append(f"--{name}: {problem['msg'].removeprefix('Value error, ')} (got {problem.get('input')!r})")
         raise ConfigError("; ".join(lines)) from error
+    except SettingsError as error:
+        broken = str(error).partition('field "')[2].partition('"')[0]
+        raise ConfigError(f"TWOSTROKE_{broken.upper()}: not valid JSON") from error
 
 
 def read_file(flag: str, path: str) -> bytes:

@@ -16,7 +16,6 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import SettingsError
 
 from twostroke.config import RouterSettings, WorkerSettings, load
 from twostroke.errors import ConfigError
@@ -110,9 +109,6 @@ def read(kind: type[S], argv: Sequence[str], prog: str = "twostroke", descriptio
         if isinstance(error.__cause__, ValidationError):
             raise ConfigError(_explain(error.__cause__, set(given))) from error
         raise
-    except SettingsError as error:
-        broken = str(error).partition('field "')[2].partition('"')[0]
-        raise ConfigError(f"TWOSTROKE_{broken.upper()}: not valid JSON") from error
 
 
 def parse(kind: type[S], argv: Sequence[str], prog: str, description: str) -> S:

@@ -174,6 +174,7 @@ async def running(
     worker_flags: Sequence[str] = (),
     own_flags: dict[str, Sequence[str]] | None = None,
     router_flags: Sequence[str] = (),
+    worker_host: str = "127.0.0.1",
     wait: bool = True,
 ) -> AsyncIterator[Cluster]:
     """A cluster that is ready. own_flags: further flags of single workers, by name."""
@@ -181,10 +182,11 @@ async def running(
         cluster = Cluster(Path(folder))
         names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
         cluster.ports = dict(zip(["router", *names], free_ports(1 + len(names)), strict=True))
-        addresses = ",".join(f"127.0.0.1:{cluster.ports[name]}" for name in names)
+        bracketed = f"[{worker_host}]" if ":" in worker_host else worker_host
+        addresses = ",".join(f"{bracketed}:{cluster.ports[name]}" for name in names)
         try:
             for name in names:
-                cluster.start_worker(name, *worker_flags, *(own_flags or {}).get(name, ()))
+                cluster.start_worker(name, "--host", worker_host, *worker_flags, *(own_flags or {}).get(name, ()))
             cluster.start(
                 "router",
                 *("--front-end", "plain", "--grpc-port", str(cluster.ports["router"]), "--workers", addresses),

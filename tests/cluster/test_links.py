@@ -68,6 +68,15 @@ async def test_every_link_is_measured_and_its_lanes_are_logged_once() -> None:
         assert view.handoffs.released == 12
 
 
+async def test_workers_at_ipv6_addresses_exchange_kv() -> None:
+    """O-81."""
+    async with running(worker_host="::1") as cluster:
+        assert await ask_many(cluster, 2) == {("prefill-0", "decode-0")}
+        view = await cluster.empty()
+        assert {each.address.rpartition(":")[0] for each in view.workers} == {"[::1]"}
+        assert sum(each.load.kv_received_handoffs for each in view.workers) == 2
+
+
 async def test_a_link_that_does_not_work_keeps_the_router_from_being_ready_and_says_why() -> None:
     """O-38: 503 at once instead of requests that hang."""
     own = {"decode-0": faults(fault="cut", worker="prefill-0")}

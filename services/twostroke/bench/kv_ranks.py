@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property, partial
 from typing import Any
 
 from twostroke.bench.kv_rank import KvRank, Shape
@@ -27,7 +28,8 @@ START_S = 40.0
 
 class SourceRank:
     """Owns `python -m twostroke.bench.kv_rank`; `end` ends it. prefix: a command to run it under, such as a network
-    namespace's. flags: more of its flags. Raises UnavailableError when it does not start."""
+    namespace's. flags: more of its flags. It starts beside the caller, and is waited for where it is first needed; that
+    raises UnavailableError when it does not start."""
 
     def __init__(
         self,
@@ -54,8 +56,20 @@ class SourceRank:
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
-        first = self._line(START_S)
-        self.address, self.memory = bytes.fromhex(first["address"]), KvMemory.FromString(bytes.fromhex(first["memory"]))
+
+    @cached_property
+    def _first(self) -> dict[str, Any]:
+        return self._line(START_S)
+
+    @property
+    def address(self) -> bytes:
+        """Of its transport."""
+        return bytes.fromhex(self._first["address"])
+
+    @property
+    def memory(self) -> KvMemory:
+        """Where its KV is."""
+        return KvMemory.FromString(bytes.fromhex(self._first["memory"]))
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -76,6 +90,7 @@ class SourceRank:
     def event(self, kind: str, about: str = "", timeout_s: float = 20.0) -> dict[str, Any]:
         """The next event of this kind; others are dropped. about: its id, or any. Raises DeadlineError when it does not
         come, UnavailableError when the process ends."""
+        assert self._first
         end = time.monotonic() + timeout_s
         while True:
             line = self._line(max(0.0, end - time.monotonic()))
@@ -188,7 +203,7 @@ class ReaderRank:
     def probe(self, source: SourceRank, timeout_s: float = 20.0) -> LinkReport | TwostrokeError:
         """Tries the link. Raises DeadlineError."""
         answers: queue.SimpleQueue[LinkReport | TwostrokeError] = queue.SimpleQueue()
-        self.mover.call(lambda: self.mover.probe(source.name, source.address, source.memory, answers.put))
+        self.mover.call(partial(self.mover.probe, source.name, source.address, source.memory, answers.put))
         try:
             return answers.get(timeout=timeout_s)
         except queue.Empty:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from twostroke.config import RpcSettings
+from twostroke.config import ClientSettings, load
 from twostroke.errors import UnavailableError
 from twostroke.launch.cluster import unreachable
 from twostroke.rpc.channel import connect
@@ -44,8 +44,9 @@ async def stream(
     answers or the stream ends early. Cancellation cancels the request.
     """
     last: GenerateResponse | None = None
-    async with connect(target, RpcSettings()) as channel:
-        call = InferenceServiceStub(channel).Generate(request, timeout=timeout_s)
+    client = load(ClientSettings)
+    async with connect(target, client.rpc) as channel:
+        call = InferenceServiceStub(channel).Generate(request, timeout=timeout_s, metadata=client.metadata())
         try:
             async for last in call:
                 bare = request.HasField("tokens") and not last.text

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc.aio
 
-from twostroke.config import RpcSettings
+from twostroke.config import ClientSettings, load
 from twostroke.errors import DeadlineError, TwostrokeError, UnavailableError
 from twostroke.rpc.channel import connect
 from twostroke.rpc.status import to_error
-from twostroke.v1.cluster_pb2 import WatchRequest, WatchResponse
+from twostroke.v1.cluster_pb2 import (
+    ClusterServiceDrainRequest,
+    ClusterServiceSetRoleRequest,
+    ListRequestsRequest,
+    RequestView,
+    WatchRequest,
+    WatchResponse,
+)
 from twostroke.v1.cluster_pb2_grpc import ClusterServiceStub
+from twostroke.v1.worker_pb2 import Role
 
 _RETRY_S = 0.1
 
 
 async def fetch(target: str, timeout_s: float) -> WatchResponse:
     """The cluster now. Raises UnavailableError when nothing answers, DeadlineError when it takes too long."""
-    async with connect(target, RpcSettings()) as channel:
-        call = ClusterServiceStub(channel).Watch(WatchRequest(once=True), timeout=timeout_s)
+    client = load(ClientSettings)
+    async with connect(target, client.rpc) as channel:
+        call = ClusterServiceStub(channel).Watch(WatchRequest(once=True), timeout=timeout_s, metadata=client.metadata())
         try:
             async for view in call:
                 call.cancel()
@@ -37,9 +46,10 @@ async def follow(target: str, see: Callable[[WatchResponse], None], timeout_s: f
     Returns when the time is over. Cancellation ends the watch.
     """
     deadline = time.monotonic() + timeout_s
-    async with connect(target, RpcSettings()) as channel:
+    client = load(ClientSettings)
+    async with connect(target, client.rpc) as channel:
         while (left_s := deadline - time.monotonic()) > 0:
-            call = ClusterServiceStub(channel).Watch(WatchRequest(), timeout=left_s)
+            call = ClusterServiceStub(channel).Watch(WatchRequest(), timeout=left_s, metadata=client.metadata())
             try:
                 async for view in call:
                     see(view)
@@ -48,6 +58,43 @@ async def follow(target: str, see: Callable[[WatchResponse], None], timeout_s: f
             finally:
                 call.cancel()
             await asyncio.sleep(_RETRY_S)
+
+
+async def requests(target: str, limit: int, timeout_s: float) -> Sequence[RequestView]:
+    """A router's requests of late, the newest first. Raises as `fetch`."""
+    client = load(ClientSettings)
+    async with connect(target, client.rpc) as channel:
+        call = ClusterServiceStub(channel).ListRequests(
+            ListRequestsRequest(limit=limit), timeout=timeout_s, metadata=client.metadata()
+        )
+        try:
+            return (await call).requests
+        except grpc.aio.AioRpcError as error:
+            raise unreachable(target, error) from error
+
+
+async def drain(target: str, worker: str, timeout_s: float) -> int:
+    """Lets a worker leave. Returns how many requests run there still. Raises what the router raised."""
+    client = load(ClientSettings)
+    call = ClusterServiceDrainRequest(worker_id=worker)
+    async with connect(target, client.rpc) as channel:
+        try:
+            done = await ClusterServiceStub(channel).Drain(call, timeout=timeout_s, metadata=client.metadata())
+        except grpc.aio.AioRpcError as error:
+            raise unreachable(target, error) from error
+    return int(done.requests)
+
+
+async def set_role(target: str, worker: str, role: Role.ValueType, timeout_s: float) -> Role.ValueType:
+    """Changes what a worker is sent. Returns what it was. Raises what the router raised."""
+    client = load(ClientSettings)
+    call = ClusterServiceSetRoleRequest(worker_id=worker, role=role)
+    async with connect(target, client.rpc) as channel:
+        try:
+            done = await ClusterServiceStub(channel).SetRole(call, timeout=timeout_s, metadata=client.metadata())
+        except grpc.aio.AioRpcError as error:
+            raise unreachable(target, error) from error
+    return done.previous_role
 
 
 def unreachable(target: str, error: grpc.aio.AioRpcError) -> TwostrokeError:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shlex
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 
@@ -16,12 +18,16 @@ from twostroke.launch import ask, cluster, devices, model, plan, ports, timeline
 from twostroke.launch import down as ending
 from twostroke.launch import logs as logging
 from twostroke.launch import status as viewing
+from twostroke.launch import top as topping
 from twostroke.launch import up as launching
 from twostroke.launch.board import Board, say
 from twostroke.launch.state import RunDir
 from twostroke.v1.inference_pb2 import GenerateRequest
+from twostroke.v1.worker_pb2 import ROLE_BOTH, ROLE_DECODE, ROLE_PREFILL
 
 _STATUS_TIMEOUT_S = 5.0
+_ROLES = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE, "both": ROLE_BOTH}
+_SENT = {"prefill": "prompts", "decode": "answers to write", "both": "prompts, and answers to write"}
 _QUESTION_TOKENS = 48
 _REFERENCE_PROMPT = range(1, 33)
 
@@ -162,6 +168,43 @@ def status(router: str, as_json: bool) -> int:
         sys.stdout.write(viewing.as_json(target, view, local) + "\n")
     else:
         viewing.show(Console(), target, view, local)
+    return 0
+
+
+def top(router: str, interval_s: float, limit: int, once: bool) -> int:
+    """Shows a router's cluster and requests until interrupted. Raises UnavailableError when it does not answer."""
+    asyncio.run(topping.run(Console(), router_address(router), interval_s, limit, once))
+    return 0
+
+
+def certs(folder: str, names: list[str], days: int) -> int:
+    """Makes certificates and says how to use them."""
+    from twostroke.launch import certs as making
+
+    made = Path(folder).absolute()
+    for path in making.make(made, names, days):
+        sys.stdout.write(f"{path}\n")
+    for holder in ("router", "worker", "client"):
+        values = {"tls_ca": "ca.pem", "tls_cert": f"{holder}.pem", "tls_key": f"{holder}-key.pem"}
+        group = {name: str(made / file) for name, file in values.items()} | {"tls_server_name": making.SERVER_NAME}
+        sys.stdout.write(f"{holder}: TWOSTROKE_RPC='{json.dumps(group)}'\n")
+    return 0
+
+
+def drain(worker: str, router: str) -> int:
+    """Lets a worker leave, and says so. Raises what the router raised."""
+    requests = asyncio.run(cluster.drain(router_address(router), worker, _STATUS_TIMEOUT_S))
+    sys.stdout.write(f"{worker} takes no new requests; {requests} run, and then its process ends\n")
+    return 0
+
+
+def role(worker: str, new_role: str, router: str) -> int:
+    """Changes what a worker is sent, and says so. Raises ConfigError for a role that there is not."""
+    if new_role not in _ROLES:
+        raise ConfigError(f"there is no role {new_role!r}; choose one of {', '.join(_ROLES)}")
+    before = asyncio.run(cluster.set_role(router_address(router), worker, _ROLES[new_role], _STATUS_TIMEOUT_S))
+    was = next(name for name, value in _ROLES.items() if value == before)
+    sys.stdout.write(f"{worker} is sent {_SENT[new_role]} now; its role was {was}\n")
     return 0
 
 

@@ -28,15 +28,9 @@ def show(console: Console, router: str, view: WatchResponse, local: RunState | N
     console.width = max(console.width, _WIDTH)
     ready = Text("ready", "green") if view.ready else Text(f"not ready: {view.waiting_for or 'no reason given'}", "red")
     console.print(Text.assemble(f"router {view.router_id} at {router}: ", ready), soft_wrap=True, highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in _COLUMNS:
-        table.add_column(column, no_wrap=True)
-    workers = sorted(view.workers, key=lambda worker: (worker.info.worker_id, worker.address))
-    for worker in workers:
-        table.add_row(*_row(worker))
-    if workers:
-        console.print(table, highlight=False)
-    for worker in workers:
+    if view.workers:
+        console.print(workers_table(view), highlight=False)
+    for worker in _workers(view):
         if worker.detail:
             say(console, f"{worker.info.worker_id or worker.address}: {worker.detail}")
     for pair in view.refused_pairs:
@@ -47,6 +41,20 @@ def show(console: Console, router: str, view: WatchResponse, local: RunState | N
     for record in local.processes if local is not None else ():
         if record.exit:
             say(console, f"{record.name} {record.exit}; log: {record.log}", "red")
+
+
+def workers_table(view: WatchResponse) -> Table:
+    """A line for every worker."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in _COLUMNS:
+        table.add_column(column, no_wrap=True)
+    for worker in _workers(view):
+        table.add_row(*_row(worker))
+    return table
+
+
+def _workers(view: WatchResponse) -> list[WorkerView]:
+    return sorted(view.workers, key=lambda worker: (worker.info.worker_id, worker.address))
 
 
 def as_json(router: str, view: WatchResponse, local: RunState | None) -> str:

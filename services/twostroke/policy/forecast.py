@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 _PERIODS = 0.7
 """Periods that must have been seen before one is believed in."""
 _SHORTEST_S = 300.0
 _STEPS = 64
 _SIGNIFICANT = 8.0
+_REFIT_S = 60.0
+_TREND = 5.0
+"""Standard deviations from which on a trend is more than noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,20 @@ class _Wave:
         return self.mean + self.cosine * math.cos(self.omega * at_s) + self.sine * math.sin(self.omega * at_s)
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """rate(t) = mean + slope * (t - centre_s)."""
+
+    centre_s: float
+    mean: Rate
+    slope: float
+    deviation: float
+
+    def at(self, at_s: float) -> Rate:
+        ahead_s = at_s - self.centre_s
+        return Rate(max(0.0, self.mean.per_s + self.slope * ahead_s), self.mean.sigma + self.deviation * ahead_s)
+
+
 class Forecast:
     """Of one stream of arrivals, counted in intervals of about the same length.
 
@@ -49,21 +69,26 @@ class Forecast:
     def __init__(self, level_s: float = 300.0, trend_s: float = 100.0, kept_s: float = 7200.0) -> None:
         self._level_s = level_s
         self._trend_s = trend_s
-        self._seen: deque[tuple[float, float, float]] = deque()
         self._kept_s = kept_s
+        self._seen: deque[tuple[float, float, float]] = deque()
+        """(middle, length, arrivals) of each interval."""
+        self._level = Rate(0.0, 0.0)
+        self._line: _Line | None = None
         self._wave: _Wave | None = None
-        self._tried = 0
+        self._refit_at_s = 0.0
 
     def add(self, now_s: float, arrivals: int, over_s: float) -> None:
         """So many requests arrived in the over_s seconds before now."""
         self._seen.append((now_s - over_s / 2, over_s, float(arrivals)))
         while self._seen[0][0] < now_s - self._kept_s:
             self._seen.popleft()
-        self._tried -= 1
-        if self._tried <= 0:
-            # A new fit now and then: it looks at the whole history.
-            self._tried = 6
-            self._wave = self._fit_wave()
+        self._level = _mean(self._recent(self._level_s))
+        # A steep trend shows in a short time, a gentle one only in a long one.
+        self._line = _line(self._recent(self._trend_s)) or _line(self._recent(self._level_s))
+        if now_s >= self._refit_at_s:
+            # It looks at the whole history.
+            self._refit_at_s = now_s + _REFIT_S
+            self._wave = _fit_wave(self._seen)
 
     @property
     def periodic(self) -> bool:
@@ -72,78 +97,60 @@ class Forecast:
 
     def at(self, at_s: float) -> Rate:
         """The rate at a time, now or later."""
-        if not self._seen:
-            return Rate(0.0, 0.0)
         if self._wave is not None:
             return Rate(max(0.0, self._wave.at(at_s)), self._wave.sigma)
-        recent = self._recent(self._trend_s)
-        slope, deviation = _slope(recent)
-        if abs(slope) > 3 * deviation > 0:
-            centre_s = sum(each[0] for each in recent) / len(recent)
-            mean = _mean(recent)
-            ahead_s = at_s - centre_s
-            return Rate(max(0.0, mean.per_s + slope * ahead_s), mean.sigma + deviation * ahead_s)
-        return _mean(self._recent(self._level_s))
+        return self._line.at(at_s) if self._line is not None else self._level
 
     def _recent(self, over_s: float) -> list[tuple[float, float, float]]:
         since_s = self._seen[-1][0] - over_s
-        return [each for each in self._seen if each[0] > since_s]
-
-    def _fit_wave(self) -> _Wave | None:
-        """The period that explains the history best, if one explains it down to the noise."""
-        first_s, last_s = self._seen[0][0], self._seen[-1][0]
-        longest_s = (last_s - first_s) / _PERIODS
-        if longest_s < _SHORTEST_S:
-            return None
-        best: tuple[float, _Wave] | None = None
-        for step in range(_STEPS):
-            period_s = _SHORTEST_S * (longest_s / _SHORTEST_S) ** (step / (_STEPS - 1))
-            found = _wave(list(self._seen), 2 * math.pi / period_s)
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found
-        if best is None:
-            return None
-        residual, wave = best
-        # Counts of a Poisson process vary by their mean.
-        noise = sum(count / over_s**2 for _, over_s, count in self._seen) / len(self._seen)
-        amplitude = math.hypot(wave.cosine, wave.sine)
-        if residual > 2 * noise or amplitude < _SIGNIFICANT * wave.sigma:
-            return None
-        return wave
+        recent = []
+        for each in reversed(self._seen):
+            if each[0] <= since_s:
+                break
+            recent.append(each)
+        return recent
 
 
-def _mean(seen: list[tuple[float, float, float]]) -> Rate:
+def _mean(seen: Sequence[tuple[float, float, float]]) -> Rate:
     over_s = sum(each[1] for each in seen)
     count = sum(each[2] for each in seen)
-    return Rate(count / over_s, math.sqrt(max(count, 1.0)) / over_s if count else 0.0)
+    return Rate(count / over_s, math.sqrt(count) / over_s)
 
 
-def _slope(seen: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """(change of the rate per second, its standard deviation if the counts are Poisson's)."""
+def _line(seen: Sequence[tuple[float, float, float]]) -> _Line | None:
+    """The trend, where it is more than the noise of counts."""
     if len(seen) < 4:
-        return 0.0, 0.0
+        return None
     centre_s = sum(each[0] for each in seen) / len(seen)
     spread = sum((each[0] - centre_s) ** 2 for each in seen)
     slope = sum((each[0] - centre_s) * each[2] / each[1] for each in seen) / spread
     noise = sum(max(each[2], 1.0) / each[1] ** 2 for each in seen) / len(seen)
-    return slope, math.sqrt(noise / spread)
+    deviation = math.sqrt(noise / spread)
+    return _Line(centre_s, _mean(seen), slope, deviation) if abs(slope) > _TREND * deviation else None
 
 
-def _wave(seen: list[tuple[float, float, float]], omega: float) -> tuple[float, _Wave] | None:
-    """(mean squared residual, least squares fit) at one frequency."""
-    rows = [(1.0, math.cos(omega * at_s), math.sin(omega * at_s), count / over_s) for at_s, over_s, count in seen]
-    matrix = [[sum(row[i] * row[j] for row in rows) for j in range(4)] for i in range(3)]
-    for i in range(3):
-        pivot = matrix[i][i]
-        if abs(pivot) < 1e-9:
-            return None
-        for j in range(i + 1, 3):
-            factor = matrix[j][i] / pivot
-            for k in range(i, 4):
-                matrix[j][k] -= factor * matrix[i][k]
-    solved = [0.0, 0.0, 0.0]
-    for i in (2, 1, 0):
-        solved[i] = (matrix[i][3] - sum(matrix[i][j] * solved[j] for j in range(i + 1, 3))) / matrix[i][i]
-    mean, cosine, sine = solved
-    residual = sum((row[3] - mean - cosine * row[1] - sine * row[2]) ** 2 for row in rows) / len(rows)
-    return residual, _Wave(omega, mean, cosine, sine, math.sqrt(3 * residual / len(rows)))
+def _fit_wave(seen: Sequence[tuple[float, float, float]]) -> _Wave | None:
+    """The period that explains the history best, if one explains it down to the noise."""
+    table = np.array(seen)
+    times, rates = table[:, 0], table[:, 2] / table[:, 1]
+    longest_s = float(times[-1] - times[0]) / _PERIODS
+    if longest_s < _SHORTEST_S:
+        return None
+    # Counts of a Poisson process vary by their mean.
+    noise = float((table[:, 2] / table[:, 1] ** 2).mean())
+    if float(rates.var()) <= 2 * noise:
+        return None
+    best: _Wave | None = None
+    least = math.inf
+    for period_s in np.geomspace(_SHORTEST_S, longest_s, _STEPS):
+        omega = 2 * math.pi / float(period_s)
+        columns = np.stack([np.ones_like(times), np.cos(omega * times), np.sin(omega * times)], axis=1)
+        found = np.linalg.lstsq(columns, rates, rcond=None)[0]
+        residual = float(((rates - columns @ found) ** 2).mean())
+        if residual < least:
+            least = residual
+            mean, cosine, sine = (float(each) for each in found)
+            best = _Wave(omega, mean, cosine, sine, math.sqrt(3 * residual / len(times)))
+    if best is None or least > 2 * noise or math.hypot(best.cosine, best.sine) < _SIGNIFICANT * best.sigma:
+        return None
+    return best

@@ -138,29 +138,39 @@ class _Shortlists:
 
     def _look(self, costing: Costing, workers: Iterable[WorkerSnapshot]) -> None:
         """Over every worker of the cluster, so written for speed."""
-        request, reads_alone = costing.request, costing.options.p_alone
+        request, options, breach = costing.request, costing.options, costing.weights.breach
         cached_tokens, avoid = request.cached_tokens, request.avoid
-        prompt_tokens = request.prompt_tokens
-        all_tokens = prompt_tokens + request.expected_output_tokens
-        answer_context = prompt_tokens + request.expected_output_tokens // 2
+        prompt_tokens, answer_tokens = request.prompt_tokens, max(1, request.expected_output_tokens)
+        answer_context = prompt_tokens + answer_tokens // 2
         per_ttft, per_itl = 1 / request.slo.ttft_s, 1 / request.slo.itl_s
+        decode_reads = options.d_alone or options.lent_decoder
         for worker in workers:
             name, answers = worker.worker, worker.running_sequences
-            tokens = worker.pending_prompt_tokens + prompt_tokens - cached_tokens.get(name, 0)
-            read = tokens * (worker.prefill_token_s or _prefill_token_s(worker)) * per_ttft
+            tokens = max(1, prompt_tokens - cached_tokens.get(name, 0))
+            token_s = worker.prefill_token_s or _prefill_token_s(worker)
+            read = (worker.pending_prompt_tokens + tokens) * token_s * per_ttft
             avoided = name in avoid
             writes = worker.writes_answers
             if worker.reads_prompts:
                 self.readers.append((avoided, read, name, worker))
-            if writes or reads_alone:
-                base_s, slope_s = worker.step_model.decode_terms(answers + 1)
-                write = (base_s + slope_s * (worker.context_tokens + answer_context)) * per_itl
-                last = avoided or all_tokens >= worker.free_blocks * worker.block_size_tokens
-                if writes:
-                    self.writers.append((last, write, name, worker))
-                    self.whole_on_decode.append((last, read + write * (1 + answers), name, worker))
-                else:
-                    self.whole_on_prefill.append((last, read + write, name, worker))
+            if not writes and not options.p_alone:
+                continue
+            base_s, slope_s = worker.step_model.decode_terms(answers + 1)
+            write_s = base_s + slope_s * (worker.context_tokens + answer_context)
+            write = write_s * per_itl
+            last = avoided or prompt_tokens + answer_tokens >= worker.free_blocks * worker.block_size_tokens
+            if not writes:
+                self.whole_on_prefill.append((last, read + write, name, worker))
+                continue
+            self.writers.append((last, write, name, worker))
+            if decode_reads:
+                chunk = min(tokens, worker.step_budget_tokens)
+                slo_s = worker.slo.itl_s
+                full = (write_s + chunk * token_s) / slo_s
+                stall = (full + breach * (full - 1) if full > 1 else full) - write_s / slo_s
+                stalls = (answers or 1) * stall * tokens / (chunk * answer_tokens)
+                read = read + breach * (read - 1) if read > 1 else read
+                self.whole_on_decode.append((last, read + write + stalls, name, worker))
 
     def first(self, scored: list[_Scored], size: int = 0) -> list[WorkerSnapshot]:
         """The most promising ones of a list."""

@@ -22,8 +22,9 @@ class ReplicaSettings:
 
     start_s: from the decision to start a worker until it serves. share: of what endless workers would achieve. spare:
     share of the demand by which the workers that stay must be able to take more before one goes. deviations: of the
-    rate's estimate, added to it before one goes. hold_s: for how long one must be too many. least, most: of each role.
-    stuck: times start_s after which a worker that does not come up counts no more.
+    rate's estimate, added to it before one goes. hold_s: for how long one must be too many where a period was found,
+    unsure_hold_s: elsewhere. drain_backlog_s: in which a queue is to be gone. least, most: of each role. stuck: times
+    start_s after which a worker that does not come up counts no more.
     """
 
     start_s: float = 180.0
@@ -31,6 +32,7 @@ class ReplicaSettings:
     spare: float = 0.15
     deviations: float = 3.0
     hold_s: float = 60.0
+    unsure_hold_s: float = 300.0
     drain_backlog_s: float = 60.0
     least: int = 1
     most: int = 1000
@@ -160,4 +162,4 @@ class ReplicaController:
             self._too_many_since_s.pop(role, None)
             return False
         since_s = self._too_many_since_s.setdefault(role, seen.now_s)
-        return seen.now_s - since_s >= settings.hold_s
+        return seen.now_s - since_s >= (settings.hold_s if self._forecast.periodic else settings.unsure_hold_s)

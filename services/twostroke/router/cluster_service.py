@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc.aio
 
+from twostroke.errors import InvalidRequestError
 from twostroke.policy.ledger import HandoffState
 from twostroke.router.dispatch import Dispatcher
 from twostroke.router.links import Link, LinkState
@@ -25,6 +26,7 @@ _STATES = {
     MemberState.STARTING: pb.WORKER_STATE_STARTING,
     MemberState.READY: pb.WORKER_STATE_READY,
     MemberState.REFUSED: pb.WORKER_STATE_REFUSED,
+    MemberState.DRAINING: pb.WORKER_STATE_DRAINING,
 }
 _LINK_STATES = {
     LinkState.PROBING: pb.LINK_STATE_PROBING,
@@ -56,6 +58,27 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     ) -> pb.ListRequestsResponse:
         """The requests of late."""
         return self.requests(request.limit or DEFAULT_REQUESTS)
+
+    async def Drain(
+        self, request: pb.ClusterServiceDrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ClusterServiceDrainResponse:
+        """Lets a worker leave."""
+        return pb.ClusterServiceDrainResponse(requests=await self._member(request.worker_id).drain())
+
+    async def SetRole(
+        self, request: pb.ClusterServiceSetRoleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ClusterServiceSetRoleResponse:
+        """Changes what a worker is sent."""
+        previous = await self._member(request.worker_id).set_role(request.role)
+        return pb.ClusterServiceSetRoleResponse(previous_role=previous)
+
+    def _member(self, name: str) -> Member:
+        found = [each for each in self._dispatcher.pool.members if name in (each.worker_id, each.address)]
+        if len(found) != 1:
+            known = ", ".join(each.worker_id for each in self._dispatcher.pool.members) or "none"
+            kind = "several workers have" if found else "no worker has"
+            raise InvalidRequestError(f"{kind} the id or address {name!r}; known are {known}")
+        return found[0]
 
     def requests(self, limit: int) -> pb.ListRequestsResponse:
         """The same, for callers in this process."""

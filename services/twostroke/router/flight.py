@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -55,14 +56,18 @@ class Flight:
 
     async def run(self) -> None:
         """Flies to the end. Raises the TwostrokeError that ended it; cancellation frees everything on every worker."""
-        for number in range(1, self._attempts + 1):
+        fruitless = 0
+        for number in itertools.count(1):
             self.trail.attempts = number
+            delivered = len(self._progress.delivered)
             try:
                 await self._attempt(number)
                 return
             except RETRYABLE as error:
                 self._note_failure(error)
-                if number == self._attempts or self._progress.remaining_s() <= 0:
+                # A long answer may outlive many workers: only attempts that brought nothing count.
+                fruitless = fruitless + 1 if len(self._progress.delivered) == delivered else 0
+                if fruitless == self._attempts or self._progress.remaining_s() <= 0:
                     raise
                 log.warning("request %s: attempt %d failed, placing it again: %s", self.request_id, number, error)
             finally:

@@ -40,6 +40,7 @@ class MemberState(Enum):
     UNREACHABLE = "unreachable"
     STARTING = "starting"
     READY = "ready"
+    DRAINING = "draining"
     REFUSED = "refused"
 
 
@@ -165,7 +166,9 @@ class Member:
         async for load in self._worker.WatchLoad(request):
             new_role = self.load is not None and self.load.role != load.role
             self.load = load
-            if new_role:
+            if load.draining and self.state is MemberState.READY:
+                self._set(MemberState.DRAINING, "takes no new requests, and finishes what it has")
+            elif new_role:
                 self._changed()
             else:
                 self._load_changed()
@@ -235,6 +238,22 @@ class Member:
             return await self._worker.ProbeLink(request, timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise to_error(error) from error
+
+    async def drain(self) -> int:
+        """Lets the worker leave. Returns how many requests run there. Raises TwostrokeError."""
+        try:
+            drained = await self._worker.Drain(worker_pb2.DrainRequest(), timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise to_error(error) from error
+        return int(drained.requests)
+
+    async def set_role(self, role: worker_pb2.Role.ValueType) -> worker_pb2.Role.ValueType:
+        """Changes what the worker is sent, by all routers. Returns what it was. Raises TwostrokeError."""
+        try:
+            changed = await self._worker.SetRole(worker_pb2.SetRoleRequest(role=role), timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise to_error(error) from error
+        return changed.previous_role
 
     def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -33,7 +33,7 @@ class PrefillStroke:
         self.ended_answer = False
         """The first token was the last."""
         self._on_first_token = on_first_token
-        self._offered = asyncio.Event()
+        self._offered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._prompt_tokens = len(request.prompt_token_ids)
         self._call = member.prefill.Prefill(
             PrefillRequest(request=request, worker_epoch=member.info.epoch, router_id=member.router_id),
@@ -49,11 +49,7 @@ class PrefillStroke:
 
         Raises what broke the call.
         """
-        waiting = asyncio.get_running_loop().create_task(self._offered.wait())
-        try:
-            await asyncio.wait({waiting, self.ended}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
+        await asyncio.wait({self._offered, self.ended}, return_when=asyncio.FIRST_COMPLETED)
         if self.handoff is None:
             await self.ended
         return self.handoff
@@ -92,7 +88,8 @@ class PrefillStroke:
 
     def _offer(self, handoff: Handoff) -> None:
         self.handoff = handoff
-        self._offered.set()
+        if not self._offered.done():
+            self._offered.set_result(None)
 
     def _first_token(self, first: PrefillFirstToken) -> None:
         self.has_first_token = True

@@ -14,6 +14,24 @@ from rich.console import Console
 
 from twostroke.errors import ConfigError
 from twostroke.measures import SloLimits, parse_slo
+from twostroke.sim.cli_options import (
+    LINKS,
+    RUN,
+    WORKERS,
+    Concurrency,
+    Cv,
+    Gpu,
+    Lengths,
+    Model,
+    Precision,
+    Rate,
+    Requests,
+    Scale,
+    Seconds,
+    Seed,
+    SloText,
+    Trace,
+)
 from twostroke.sim.command import SimFlags, simulate
 from twostroke.sim.fleet import LinkKind
 from twostroke.sim.planner.command import PlanFlags
@@ -25,87 +43,30 @@ from twostroke.sim.profile import run as profile_run
 from twostroke.sim.replica import ReplicaSpec, is_profile
 from twostroke.sim.scenario import POLICIES, FleetSpec, TrafficSpec, parse_failure
 
-_TRAFFIC, _WORKERS, _LINKS, _RUN = "Traffic", "Workers", "Links and failures", "Run"
-
-Model = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="A model of the catalogue such as llama-3.1-70b, a folder with a config.json, or the .json of "
-        "`twostroke profile`, which then stands for the hardware too.",
-        rich_help_panel=_WORKERS,
-    ),
-]
-Gpu = Annotated[
-    str, typer.Option(metavar="NAME", help="Hardware sheet, built in or a .json.", rich_help_panel=_WORKERS)
-]
-Trace = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Requests with times: Mooncake .jsonl, Azure .csv, a ServeGen folder, or a .csv or .jsonl with arrival_s, "
-        "prompt_tokens, output_tokens.",
-        rich_help_panel=_TRAFFIC,
-    ),
-]
-Lengths = Annotated[
-    str,
-    typer.Option(
-        metavar="P/A[/CV]", help="Tokens of a prompt and an answer, made up: 8192/256.", rich_help_panel=_TRAFFIC
-    ),
-]
-Rate = Annotated[
-    str,
-    typer.Option(
-        metavar="RATE",
-        help="Requests per second: 3, or 1-24/600 for a sine with a period of 600 s. Rescales a trace.",
-        rich_help_panel=_TRAFFIC,
-    ),
-]
-Cv = Annotated[float, typer.Option(help="Burstiness of arrivals; 1 is Poisson.", min=0.05, rich_help_panel=_TRAFFIC)]
-Seconds = Annotated[float, typer.Option(help="How long made-up traffic lasts.", min=1, rich_help_panel=_TRAFFIC)]
-Concurrency = Annotated[
-    int,
-    typer.Option(metavar="N", min=0, help="So many requests at any time, instead of a rate.", rich_help_panel=_TRAFFIC),
-]
-Requests = Annotated[int, typer.Option(metavar="N", min=0, help="At most so many.", rich_help_panel=_TRAFFIC)]
-Scale = Annotated[float, typer.Option(min=0.001, help="Makes a trace so many times as fast.", rich_help_panel=_TRAFFIC)]
-Seed = Annotated[int, typer.Option(help="Of everything random.", rich_help_panel=_TRAFFIC)]
-SloText = Annotated[
-    str,
-    typer.Option(
-        "--slo",
-        metavar="LIMITS",
-        help="What a good request meets: ttft=2s,itl=40ms,tpot=50ms, any of them.",
-        rich_help_panel=_RUN,
-    ),
-]
-Precision = Annotated[str, typer.Option(help="bf16, fp8, nvfp4, mxfp4 or int4.", rich_help_panel=_WORKERS)]
-
 
 def sim(
     model: Model,
     gpu: Gpu = "h100",
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks.", rich_help_panel=_WORKERS)] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=_WORKERS)] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Expert parallel ranks.", rich_help_panel=_WORKERS)] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="Attention replicas of a worker.", rich_help_panel=_WORKERS)] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks.", rich_help_panel=WORKERS)] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=WORKERS)] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Expert parallel ranks.", rich_help_panel=WORKERS)] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Attention replicas of a worker.", rich_help_panel=WORKERS)] = 1,
     precision: Precision = "bf16",
-    prefill: Annotated[int, typer.Option(min=0, metavar="N", help="Prefill workers.", rich_help_panel=_WORKERS)] = 0,
-    decode: Annotated[int, typer.Option(min=0, metavar="N", help="Decode workers.", rich_help_panel=_WORKERS)] = 0,
+    prefill: Annotated[int, typer.Option(min=0, metavar="N", help="Prefill workers.", rich_help_panel=WORKERS)] = 0,
+    decode: Annotated[int, typer.Option(min=0, metavar="N", help="Decode workers.", rich_help_panel=WORKERS)] = 0,
     both: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Workers that do both: one pool.", rich_help_panel=_WORKERS)
+        int, typer.Option(min=0, metavar="N", help="Workers that do both: one pool.", rich_help_panel=WORKERS)
     ] = 0,
-    prefill_gpu: Annotated[str, typer.Option(help="Where it differs.", rich_help_panel=_WORKERS)] = "",
-    prefill_tp: Annotated[int, typer.Option(min=0, help="Where it differs.", rich_help_panel=_WORKERS)] = 0,
-    decode_gpu: Annotated[str, typer.Option(help="Where it differs.", rich_help_panel=_WORKERS)] = "",
-    decode_tp: Annotated[int, typer.Option(min=0, help="Where it differs.", rich_help_panel=_WORKERS)] = 0,
+    prefill_gpu: Annotated[str, typer.Option(help="Where it differs.", rich_help_panel=WORKERS)] = "",
+    prefill_tp: Annotated[int, typer.Option(min=0, help="Where it differs.", rich_help_panel=WORKERS)] = 0,
+    decode_gpu: Annotated[str, typer.Option(help="Where it differs.", rich_help_panel=WORKERS)] = "",
+    decode_tp: Annotated[int, typer.Option(min=0, help="Where it differs.", rich_help_panel=WORKERS)] = 0,
     budget: Annotated[
-        int, typer.Option(metavar="TOKENS", min=0, help="Most tokens of a step (chunk size).", rich_help_panel=_WORKERS)
+        int, typer.Option(metavar="TOKENS", min=0, help="Most tokens of a step (chunk size).", rich_help_panel=WORKERS)
     ] = 0,
-    max_sequences: Annotated[int, typer.Option(min=0, help="Most of a step.", rich_help_panel=_WORKERS)] = 0,
-    kv_blocks: Annotated[int, typer.Option(min=0, help="0: what memory leaves.", rich_help_panel=_WORKERS)] = 0,
-    start_s: Annotated[float, typer.Option(min=0, help="Start-up of a worker.", rich_help_panel=_WORKERS)] = 180,
+    max_sequences: Annotated[int, typer.Option(min=0, help="Most of a step.", rich_help_panel=WORKERS)] = 0,
+    kv_blocks: Annotated[int, typer.Option(min=0, help="0: what memory leaves.", rich_help_panel=WORKERS)] = 0,
+    start_s: Annotated[float, typer.Option(min=0, help="Start-up of a worker.", rich_help_panel=WORKERS)] = 180,
     trace: Trace = None,
     lengths: Lengths = "",
     rate: Rate = "",
@@ -116,26 +77,26 @@ def sim(
     scale: Scale = 1.0,
     seed: Seed = 1,
     link_gbps: Annotated[
-        float, typer.Option(min=0, help="Of a worker's port, Gbit/s; 0: its sheet's.", rich_help_panel=_LINKS)
+        float, typer.Option(min=0, help="Of a worker's port, Gbit/s; 0: its sheet's.", rich_help_panel=LINKS)
     ] = 0,
-    link_start_ms: Annotated[float, typer.Option(min=0, help="Of a hand-off.", rich_help_panel=_LINKS)] = 1.5,
-    descriptor_us: Annotated[float, typer.Option(min=0, help="Of a descriptor.", rich_help_panel=_LINKS)] = 0,
-    descriptors_per_block: Annotated[float, typer.Option(min=0, help="Of a KV block.", rich_help_panel=_LINKS)] = 1,
-    workers_per_port: Annotated[int, typer.Option(min=1, help="That share one.", rich_help_panel=_LINKS)] = 1,
-    overlap: Annotated[bool, typer.Option(help="Move KV while prefill runs.", rich_help_panel=_LINKS)] = True,
+    link_start_ms: Annotated[float, typer.Option(min=0, help="Of a hand-off.", rich_help_panel=LINKS)] = 1.5,
+    descriptor_us: Annotated[float, typer.Option(min=0, help="Of a descriptor.", rich_help_panel=LINKS)] = 0,
+    descriptors_per_block: Annotated[float, typer.Option(min=0, help="Of a KV block.", rich_help_panel=LINKS)] = 1,
+    workers_per_port: Annotated[int, typer.Option(min=1, help="That share one.", rich_help_panel=LINKS)] = 1,
+    overlap: Annotated[bool, typer.Option(help="Move KV while prefill runs.", rich_help_panel=LINKS)] = True,
     fail: Annotated[
         list[str] | None,
-        typer.Option(metavar="W@S[+D]", help="Worker W dies at S, is started again after D.", rich_help_panel=_LINKS),
+        typer.Option(metavar="W@S[+D]", help="Worker W dies at S, is started again after D.", rich_help_panel=LINKS),
     ] = None,
     slo: SloText = "ttft=2s,itl=50ms",
-    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.", rich_help_panel=_RUN)] = "all",
-    deadline_s: Annotated[float, typer.Option(min=0, help="Of an answer; 0: none.", rich_help_panel=_RUN)] = 0,
+    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.", rich_help_panel=RUN)] = "all",
+    deadline_s: Annotated[float, typer.Option(min=0, help="Of an answer; 0: none.", rich_help_panel=RUN)] = 0,
     cell_workers: Annotated[
-        int, typer.Option(min=0, help="Workers that one router sees; 0: all.", rich_help_panel=_RUN)
+        int, typer.Option(min=0, help="Workers that one router sees; 0: all.", rich_help_panel=RUN)
     ] = 0,
-    step_by_step: Annotated[bool, typer.Option(help="The slow reference.", rich_help_panel=_RUN)] = False,
+    step_by_step: Annotated[bool, typer.Option(help="The slow reference.", rich_help_panel=RUN)] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Result for programs.", rich_help_panel=_RUN)
+        Path | None, typer.Option("--json", metavar="FILE", help="Result for programs.", rich_help_panel=RUN)
     ] = None,
 ) -> None:
     """Simulates a fleet under traffic: TTFT, ITL, TPOT up to p99.9, goodput, cost. Nothing is started.
@@ -183,22 +144,22 @@ def plan(
     model: Model,
     gpus: Annotated[
         str,
-        typer.Option(metavar="N[xTYPE],...", help="At hand: 16, or 8xh100,8xl40s.", rich_help_panel=_WORKERS),
+        typer.Option(metavar="N[xTYPE],...", help="At hand: 16, or 8xh100,8xl40s.", rich_help_panel=WORKERS),
     ],
     gpu: Gpu = "h100",
     precision: Precision = "bf16",
-    tp: Annotated[str, typer.Option(metavar="LIST", help="To choose among.", rich_help_panel=_WORKERS)] = "1,2,4,8",
-    pp: Annotated[str, typer.Option(metavar="LIST", help="To choose among.", rich_help_panel=_WORKERS)] = "1",
-    ep: Annotated[str, typer.Option(metavar="LIST", help="To choose among.", rich_help_panel=_WORKERS)] = "1",
+    tp: Annotated[str, typer.Option(metavar="LIST", help="To choose among.", rich_help_panel=WORKERS)] = "1,2,4,8",
+    pp: Annotated[str, typer.Option(metavar="LIST", help="To choose among.", rich_help_panel=WORKERS)] = "1",
+    ep: Annotated[str, typer.Option(metavar="LIST", help="To choose among.", rich_help_panel=WORKERS)] = "1",
     budgets: Annotated[
-        str, typer.Option(metavar="LIST", help="Step budgets (chunk sizes).", rich_help_panel=_WORKERS)
+        str, typer.Option(metavar="LIST", help="Step budgets (chunk sizes).", rich_help_panel=WORKERS)
     ] = ",".join(map(str, BUDGETS)),
-    sequences: Annotated[str, typer.Option(metavar="LIST", help="Batch caps.", rich_help_panel=_WORKERS)] = ",".join(
+    sequences: Annotated[str, typer.Option(metavar="LIST", help="Batch caps.", rich_help_panel=WORKERS)] = ",".join(
         map(str, SEQUENCES)
     ),
-    all_gpus: Annotated[bool, typer.Option(help="Use all GPUs, not as few as do.", rich_help_panel=_WORKERS)] = False,
+    all_gpus: Annotated[bool, typer.Option(help="Use all GPUs, not as few as do.", rich_help_panel=WORKERS)] = False,
     dollars_per_gpu_hour: Annotated[
-        float, typer.Option(min=0, help="0: each sheet's price.", rich_help_panel=_WORKERS)
+        float, typer.Option(min=0, help="0: each sheet's price.", rich_help_panel=WORKERS)
     ] = 0,
     trace: Trace = None,
     lengths: Lengths = "",
@@ -209,21 +170,21 @@ def plan(
     seed: Seed = 1,
     slo: SloText = "ttft=2s,itl=50ms",
     target: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of requests that must meet it.", rich_help_panel=_RUN)
+        float, typer.Option(min=0.01, max=1, help="Share of requests that must meet it.", rich_help_panel=RUN)
     ] = 0.95,
     link_gbps: Annotated[
-        float, typer.Option(min=0, help="Of a worker's port, Gbit/s; 0: its sheet's.", rich_help_panel=_LINKS)
+        float, typer.Option(min=0, help="Of a worker's port, Gbit/s; 0: its sheet's.", rich_help_panel=LINKS)
     ] = 0,
-    overlap: Annotated[bool, typer.Option(help="Move KV while prefill runs.", rich_help_panel=_LINKS)] = True,
-    simulated: Annotated[int, typer.Option(min=4, help="Fleets to simulate.", rich_help_panel=_RUN)] = 50,
-    requests: Annotated[int, typer.Option(min=50, help="Of one simulation, at most.", rich_help_panel=_RUN)] = 4000,
-    flips: Annotated[bool, typer.Option(help="Look for what changes the answer.", rich_help_panel=_RUN)] = True,
+    overlap: Annotated[bool, typer.Option(help="Move KV while prefill runs.", rich_help_panel=LINKS)] = True,
+    simulated: Annotated[int, typer.Option(min=4, help="Fleets to simulate.", rich_help_panel=RUN)] = 50,
+    requests: Annotated[int, typer.Option(min=50, help="Of one simulation, at most.", rich_help_panel=RUN)] = 4000,
+    flips: Annotated[bool, typer.Option(help="Look for what changes the answer.", rich_help_panel=RUN)] = True,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="For plan.html and deployment values.", rich_help_panel=_RUN),
+        typer.Option(metavar="FOLDER", help="For plan.html and deployment values.", rich_help_panel=RUN),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Result for programs.", rich_help_panel=_RUN)
+        Path | None, typer.Option("--json", metavar="FILE", help="Result for programs.", rich_help_panel=RUN)
     ] = None,
 ) -> None:
     """Finds the cheapest fleet for a load within an SLO, and says whether two pools are worth it.

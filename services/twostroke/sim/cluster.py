@@ -1,33 +1,26 @@
-"""The fleet in virtual time: arrivals, placement, strokes, hand-offs, failures.
-
-Events at one time are taken in a fixed order: arrivals, messages in the order in which they were sent, ends of steps by
-worker. A message takes at least one quantum of time, so that no event makes another at its own time. Hence it makes no
-difference whether an engine takes its steps one by one or many at once.
-"""
+"""The fleet in virtual time: arrivals, placement, strokes, hand-offs, failures. The order of events: lives.py."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heappop
 from typing import Any
 
 from twostroke.errors import NoWorkerError
-from twostroke.sim.clock import HORIZON_S, exact
-from twostroke.sim.engine import Engine
-from twostroke.sim.fleet import Failure, Fleet, Role, WorkerKind
+from twostroke.sim.batching import Batching
+from twostroke.sim.clock import exact
+from twostroke.sim.fleet import Failure, Fleet
 from twostroke.sim.handoffs import Handoffs
+from twostroke.sim.lives import STEP_END, Lives
 from twostroke.sim.placer import Placer
 from twostroke.sim.recorder import UNSET, Recorder
 from twostroke.sim.sequence import Sequence, Stroke
 from twostroke.sim.traffic import Traffic
-from twostroke.sim.worker import NO_HASHES, Flight, Port, State, Worker
-
-_MESSAGE, _STEP_END = 0, 1
-ENDLESS = 1 << 60
+from twostroke.sim.worker import NO_HASHES, Flight, State, Worker
 
 
-class Cluster:
+class Cluster(Lives):
     """One simulation. placer: decides where requests go; gap_limit_s: of a good gap between tokens, 0 for none.
 
     step_by_step: the slow reference.
@@ -42,29 +35,20 @@ class Cluster:
         gap_limit_s: float = 0.0,
         step_by_step: bool = False,
     ) -> None:
-        self.fleet = fleet
+        super().__init__(fleet, placer, Recorder(len(traffic), gap_limit_s), step_by_step=step_by_step)
         self.traffic = traffic
-        self.now_s = 0.0
-        self.records = Recorder(len(traffic), gap_limit_s)
-        self.workers: list[Worker] = []
         self.flights: dict[int, Flight] = {}
+        self.parked: deque[int] = deque()
+        """Requests that wait for a worker to be ready."""
         self.handoffs = Handoffs(fleet)
         self.unfinished = len(traffic)
-        """Requests to come, in the air or waiting for a worker."""
+        """Requests to come, in the air or parked."""
         self.arrived = 0
-        self._placer = placer
-        self._max_run = 1 if step_by_step else ENDLESS
-        self._heap: list[tuple[float, int, int, Any, Any]] = []
-        self._sent = 0
         self._hop_s = exact(fleet.hop_s)
         self._next = 0
-        self.parked: deque[int] = deque()
         self._delivered: dict[int, int] = {}
+        """Tokens that clients of requests that lost their worker have."""
         self._failed_on: dict[int, frozenset[str]] = {}
-        self._ports: dict[int, tuple[Port, Port]] = {}
-        for group in fleet.groups:
-            for _ in range(group.count):
-                self.add_worker(group.kind, group.role)
         for failure in fleet.failures:
             self.send(failure.at_s, self._fail, failure)
 
@@ -99,86 +83,17 @@ class Cluster:
                 arrive(request, next_s)
                 next_s = exact(arrivals[request + 1]) + hop_s if request + 1 < total else float("inf")
                 told += 1
-                if progress is not None and told >= 1000:
-                    told = 0
+                if progress is not None and told % 1000 == 0:
                     progress(self.now_s, self.records.finished)
                 continue
             now_s, kind, _, what, whom = heappop(heap)
-            if kind == _STEP_END:
+            if kind == STEP_END:
                 if whom.version == what:
                     self.now_s = now_s
                     whom.step_end(now_s)
             elif self.unfinished:
                 self.now_s = now_s
                 what(whom, now_s)
-
-    def send(self, at_s: float, handler: Callable[[Any, float], None], payload: object) -> None:
-        """Calls handler(payload, time) at a time, which is at least a quantum ahead."""
-        self._sent += 1
-        heappush(self._heap, (max(exact(at_s), self.now_s + exact(0.0)), _MESSAGE, self._sent, handler, payload))
-
-    def _push(self, end_s: float, engine: Engine, version: int) -> None:
-        heappush(self._heap, (end_s, _STEP_END, engine.index, version, engine))
-
-    # Workers come and go.
-
-    def add_worker(self, kind: WorkerKind, role: Role, start_s: float = 0.0) -> Worker:
-        """Asks for a worker; it takes requests after start_s, never when that is infinite."""
-        index = len(self.workers)
-        engine = Engine(index, kind.limits, self, self._push, self.records.gaps, self._max_run)
-        port = index // self.fleet.link.workers_per_port
-        ports = self._ports.setdefault(port, (Port(), Port()))
-        worker = Worker(f"{role.name}-{index}", kind, role, engine, ports)
-        worker.since_s = self.now_s
-        self.workers.append(worker)
-        if start_s > 0:
-            worker.state = State.STARTING
-            if start_s < HORIZON_S:
-                self.send(self.now_s + start_s, self._start_worker, worker)
-        self._placer.added(worker)
-        return worker
-
-    def drain(self, worker: Worker) -> None:
-        """Sends it no more requests; it goes when it has none."""
-        if worker.state is State.STARTING:
-            self._remove(worker)
-        elif worker.state is State.READY:
-            worker.state = State.DRAINING
-            self._placer.left(worker)
-            self._end_drain(worker)
-
-    def rest(self, worker: Worker) -> None:
-        """Sends it no more requests until it is resumed."""
-        if worker.state is State.READY:
-            worker.state = State.RESTING
-            self._placer.left(worker)
-
-    def resume(self, worker: Worker) -> None:
-        """Sends it requests again, of its role."""
-        if worker.state in (State.READY, State.RESTING):
-            worker.state = State.READY
-            worker.engine.changed = True
-            self._placer.left(worker)
-            self._placer.added(worker)
-
-    def _end_drain(self, worker: Worker) -> None:
-        if worker.state is State.DRAINING and not worker.flights:
-            self._remove(worker)
-
-    def _remove(self, worker: Worker) -> None:
-        worker.state = State.GONE
-        worker.gone_s = self.now_s
-        self._placer.left(worker)
-
-    def _start_worker(self, worker: Worker, now_s: float) -> None:
-        if worker.state is not State.STARTING:
-            return
-        worker.state = State.READY
-        worker.engine.changed = True
-        self._placer.added(worker)
-        parked, self.parked = self.parked, deque()
-        for request in parked:
-            self._place(request, now_s)
 
     def _fail(self, failure: Failure, now_s: float) -> None:
         worker = self.workers[failure.worker]
@@ -193,13 +108,6 @@ class Cluster:
         self._remove(worker)
         if failure.down_s >= 0:
             self.send(now_s + failure.down_s, self._restart, worker)
-
-    def _restart(self, worker: Worker, now_s: float) -> None:
-        worker.state = State.STARTING
-        worker.paid_s += worker.gone_s - worker.since_s
-        worker.since_s, worker.gone_s = now_s, -1.0
-        worker.expected = worker.promised = worker.expected_context = 0
-        self.send(now_s + worker.kind.start_s, self._start_worker, worker)
 
     # Requests.
 
@@ -248,6 +156,11 @@ class Cluster:
         decode.promise(prompt)
         prefill.engine.enqueue(flight.reading, now_s)
 
+    def _ready(self, now_s: float) -> None:
+        parked, self.parked = self.parked, deque()
+        for request in parked:
+            self._place(request, now_s)
+
     def _park(self, request: int) -> None:
         if any(worker.state is State.STARTING for worker in self.workers):
             self.parked.append(request)
@@ -295,7 +208,7 @@ class Cluster:
 
     # What engines tell; see limits.Listener.
 
-    def prefill_started(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+    def prefill_started(self, engine: Batching, sequence: Sequence, now_s: float) -> None:
         records, request = self.records, sequence.request
         if records.started_s[request] == UNSET:
             records.started_s[request] = now_s
@@ -333,14 +246,14 @@ class Cluster:
         if self.flights.get(flight.request) is flight and not flight.reserved:
             self._abandon(flight, None, now_s)
 
-    def reserved(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+    def reserved(self, engine: Batching, sequence: Sequence, now_s: float) -> None:
         flight: Flight = sequence.link  # type: ignore[assignment]
         flight.reserved = True
         flight.pulled = min(sequence.cached_tokens, sequence.prompt_tokens)
         flight.decode.unpromise(sequence.prompt_tokens)
         self._pull(flight, now_s)
 
-    def chunk_done(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+    def chunk_done(self, engine: Batching, sequence: Sequence, now_s: float) -> None:
         flight: Flight = sequence.link  # type: ignore[assignment]
         flight.computed = max(flight.computed, sequence.computed)
         if sequence.computed == sequence.prompt_tokens:
@@ -365,8 +278,7 @@ class Cluster:
         if self.flights.get(flight.request) is not flight:
             return
         request, records = flight.request, self.records
-        assert flight.prefill is not None
-        assert flight.reading is not None
+        assert flight.prefill is not None and flight.reading is not None  # noqa: PT018
         flight.prefill.engine.release(flight.reading, now_s)
         for column in (records.kv_s, records.decode_s):
             if column[request] == UNSET:
@@ -386,9 +298,7 @@ class Cluster:
         if records.kv_s[request] == UNSET:
             records.kv_s[request] = now_s
         writing, reading, prefill = flight.writing, flight.reading, flight.prefill
-        assert writing is not None
-        assert reading is not None
-        assert prefill is not None
+        assert writing is not None and reading is not None and prefill is not None  # noqa: PT018
         writing.last_token_s = UNSET if self.fleet.decode_first_token else records.prefilled_s[request]
         flight.decode.engine.arrived(writing, now_s)
         prefill.engine.release(reading, now_s)
@@ -396,23 +306,7 @@ class Cluster:
         prefill.flights -= 1
         self._end_drain(prefill)
 
-    def first_token(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
-        records, request = self.records, sequence.request
-        for column in (records.prefilled_s, records.first_s, records.kv_s, records.decode_s):
-            if column[request] == UNSET:
-                column[request] = now_s
-
-    def decode_started(self, sequence: Sequence, start_s: float, first_s: float) -> None:
-        records, request = self.records, sequence.request
-        if records.decode_s[request] == UNSET:
-            records.decode_s[request] = start_s
-        if records.first_s[request] == UNSET:
-            records.first_s[request] = first_s
-
-    def preempted(self, sequence: Sequence) -> None:
-        self.records.preemptions += 1
-
-    def finished(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+    def finished(self, engine: Batching, sequence: Sequence, now_s: float) -> None:
         self._finish(sequence.link, now_s, sequence.over)
 
     def _finish(self, flight: Any, now_s: float, over: int) -> None:

@@ -9,7 +9,7 @@ from twostroke.sim.clock import exact
 from twostroke.sim.sequence import Sequence
 
 if TYPE_CHECKING:
-    from twostroke.sim.engine import Engine
+    from twostroke.sim.batching import Batching
 
 
 class Limits:
@@ -66,23 +66,23 @@ class Limits:
 class Listener(Protocol):
     """Is told what an engine does, in seconds of virtual time."""
 
-    def prefill_started(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+    def prefill_started(self, engine: Batching, sequence: Sequence, now_s: float) -> None:
         """The first chunk of a prompt begins; again after a preemption."""
 
-    def chunk_done(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+    def chunk_done(self, engine: Batching, sequence: Sequence, now_s: float) -> None:
         """A chunk of a PREFILL stroke is computed, its last one too."""
 
-    def first_token(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+    def first_token(self, engine: Batching, sequence: Sequence, now_s: float) -> None:
         """A WHOLE stroke has chosen its first token."""
 
     def decode_started(self, sequence: Sequence, start_s: float, first_s: float) -> None:
         """The first step of a DECODE stroke ran from start_s to first_s."""
 
-    def finished(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+    def finished(self, engine: Batching, sequence: Sequence, now_s: float) -> None:
         """The answer is complete."""
 
     def preempted(self, sequence: Sequence) -> None:
         """The sequence lost its blocks and waits for its tokens to be computed again."""
 
-    def reserved(self, engine: Engine, sequence: Sequence, now_s: float) -> None:
+    def reserved(self, engine: Batching, sequence: Sequence, now_s: float) -> None:
         """A DECODE stroke has its blocks: KV may come."""

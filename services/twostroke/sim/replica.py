@@ -10,7 +10,7 @@ from twostroke.errors import ConfigError
 from twostroke.policy.step_model import LinearStepModel, StepBatch, StepModel
 from twostroke.sim.fleet import WorkerKind
 from twostroke.sim.limits import Limits
-from twostroke.sim.perf import catalogue, hardware
+from twostroke.sim.perf import catalogue, fitted, hardware
 from twostroke.sim.perf.roofline import Parallel, RooflineStepModel, precision
 
 PROFILE_FORMAT = "twostroke-profile-1"
@@ -59,6 +59,8 @@ class ReplicaSpec:
     ep: int = 1
     dp: int = 1
     precision: str = "bf16"
+    engine: str = "vllm"
+    """Whose efficiency is taken: vllm, trtllm or sglang."""
     budget_tokens: int = 0
     """Most tokens of a step; 0 is the engine's usual: 8192 for a model on sheets, the worker's own for a profile."""
     sequences: int = 0
@@ -131,7 +133,9 @@ def replica(spec: ReplicaSpec) -> Replica:
     parallel = Parallel(tp=spec.tp, pp=spec.pp, dp=spec.dp, ep=spec.ep)
     if shape.heads % spec.tp:
         raise ConfigError(f"{shape.heads} attention heads of {spec.model} cannot be split {spec.tp} ways; choose --tp")
-    roofline = RooflineStepModel(shape, sheet, precision(spec.precision, shape, sheet), parallel)
+    quantised = precision(spec.precision, shape, sheet)
+    known = fitted.fitted_efficiencies(shape, sheet, quantised, spec.engine)
+    roofline = RooflineStepModel(shape, sheet, quantised, parallel, known)
     tokens = roofline.kv_capacity_tokens()
     blocks = spec.kv_blocks or tokens // spec.block_tokens
     if blocks < 1:

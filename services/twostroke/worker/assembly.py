@@ -29,6 +29,8 @@ DEADLINE_METHODS = frozenset(
         "/twostroke.v1.WorkerService/GetInfo",
         "/twostroke.v1.WorkerService/ProbeLink",
         "/twostroke.v1.WorkerService/DropPeer",
+        "/twostroke.v1.WorkerService/SetRole",
+        "/twostroke.v1.WorkerService/Drain",
     }
 )
 
@@ -68,8 +70,9 @@ class Worker:
         await self.listen()
         steps = asyncio.create_task(self.host.run(), name="engine steps")
         stopping = asyncio.create_task(stop.wait(), name="stop")
+        asked = asyncio.create_task(self.host.draining.wait(), name="drain")
         try:
-            await asyncio.wait({steps, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({steps, stopping, asked}, return_when=asyncio.FIRST_COMPLETED)
             if steps.done():
                 steps.result()
                 raise EngineError("the step loop ended by itself")
@@ -78,6 +81,7 @@ class Worker:
             await self.host.drain(self._settings.drain_s)
         finally:
             stopping.cancel()
+            asked.cancel()
             await self._server.drain(0.5)
             steps.cancel()
-            await asyncio.gather(steps, stopping, return_exceptions=True)
+            await asyncio.gather(steps, stopping, asked, return_exceptions=True)

@@ -47,7 +47,10 @@ class EngineHost:
         self._sessions: Counter[str] = Counter()
         self._held: dict[str, set[str]] = {}
         """Ids of finished prompts whose KV is held, by router; routers tell when it need not be any more."""
-        self._draining = False
+        self.draining = asyncio.Event()
+        """Set for good when it takes no new requests any more."""
+        self._said = 0
+        """Counts what is news beside the load."""
         self._failed: TwostrokeError | None = None
 
     @property
@@ -103,7 +106,7 @@ class EngineHost:
         """
         if self._failed is not None:
             raise self._failed
-        if self._draining:
+        if self.draining.is_set():
             raise UnavailableError(f"worker {self.worker_id} is draining; place the request elsewhere")
         if request.request_id in self._owners:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use on worker {self.worker_id}")
@@ -156,25 +159,42 @@ class EngineHost:
         log.info("epoch %s of worker %s is over; its KV is given up", epoch, worker_id)
         await self._engine.drop_peer(worker_id, epoch)
 
+    async def tell(self) -> None:
+        """Has `loads` report now: something beside the load changed."""
+        self._said += 1
+        await self._announce(self.load)
+
+    async def begin_drain(self) -> int:
+        """Takes no new requests from now on. Returns how many run."""
+        self.draining.set()
+        await self.tell()
+        return len(self._owners)
+
     async def drain(self, timeout_s: float) -> None:
-        """Takes no new requests and waits until the running ones are over, at most timeout_s."""
-        self._draining = True
+        """Takes no new requests and waits until the running ones are over and their KV was fetched, at most
+        timeout_s."""
+        await self.begin_drain()
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._changed:
-                    await self._changed.wait_for(lambda: not self._owners)
+                    await self._changed.wait_for(lambda: not self._owners and not self.load.held_handoffs)
         except TimeoutError:
-            log.warning("drain: %d requests still run after %.0f s and end now", len(self._owners), timeout_s)
+            log.warning(
+                "drain: %d requests still run after %.0f s, and %d hand-offs are held; routers move them now",
+                len(self._owners),
+                timeout_s,
+                self.load.held_handoffs,
+            )
 
     async def loads(self, interval_s: float) -> AsyncIterator[EngineLoad]:
-        """The load now, and then whenever more than a step count changed, at most every MIN_REPORT_INTERVAL_S and at
-        least every interval_s. Never ends by itself."""
+        """The load now, and then whenever more than a step count changed, or `tell` was called; at most every
+        MIN_REPORT_INTERVAL_S and at least every interval_s. Never ends by itself."""
         while True:
-            told = self.load
+            told, said = self.load, self._said
             yield told
             # An engine that waits for KV steps a thousand times a second; none of that is news.
             await asyncio.sleep(MIN_REPORT_INTERVAL_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s), self._changed:
-                    while replace(self.load, steps=told.steps) == told:
+                    while replace(self.load, steps=told.steps) == told and said == self._said:
                         await self._changed.wait()

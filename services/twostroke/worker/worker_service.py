@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 
 from twostroke.engine.base import EngineLoad
+from twostroke.errors import InvalidRequestError
 from twostroke.v1 import worker_pb2 as pb
 from twostroke.v1 import worker_pb2_grpc
 from twostroke.worker.host import EngineHost
+
+log = logging.getLogger(__name__)
 
 DEFAULT_INTERVAL_S = 0.5
 
@@ -70,6 +74,21 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         await self._host.drop_peer(request.worker_id, request.epoch)
         return pb.DropPeerResponse()
 
+    async def SetRole(
+        self, request: pb.SetRoleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.SetRoleResponse:
+        """Tells routers, with the next load report, what to send."""
+        if request.role not in ROLES.values():
+            raise InvalidRequestError(f"a role is one of {', '.join(ROLES)}")
+        previous, self._role = self._role, request.role
+        log.info("the role is %s, it was %s", pb.Role.Name(request.role), pb.Role.Name(previous))
+        await self._host.tell()
+        return pb.SetRoleResponse(previous_role=previous)
+
+    async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.DrainResponse:
+        """Begins to drain; the process ends afterwards."""
+        return pb.DrainResponse(requests=await self._host.begin_drain())
+
     def _report(self, load: EngineLoad) -> pb.WatchLoadResponse:
         return pb.WatchLoadResponse(
             epoch=self._host.epoch,
@@ -85,4 +104,5 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             computed_prompt_tokens=load.computed_prompt_tokens,
             generated_tokens=load.generated_tokens,
             steps=load.steps,
+            draining=self._host.draining.is_set(),
         )

@@ -240,7 +240,10 @@ async def test_a_block_that_did_not_arrive_is_never_decoded_over(tmp_path, block
         prefill = await rig.start("p", step_budget_tokens=32, reference_faults=json.dumps(plan))
         decode = await rig.start("d")
         handoff = await begin(prefill, request("r", prompt))
+        for _ in range(2):
+            await prefill.next_step()
         await decode.admit(request("r", prompt), Stroke.DECODE, handoff)
+        read_bytes = (await decode.next_step()).load.kv_received_bytes
         first = (await finish(prefill, "r"))[0]["r"]
         result = (await finish(decode, "r"))[0]["r"]
         load = await load_of(decode)
@@ -249,6 +252,7 @@ async def test_a_block_that_did_not_arrive_is_never_decoded_over(tmp_path, block
         await finish(prefill, "s")
         again = (await finish(decode, "s"))[0]["s"]
     full = expected_tokens(prompt, count=8)
+    assert read_bytes == min(4, blocks[0]) * BLOCK_BYTES
     assert first.tokens == full[:1]
     assert isinstance(result.failure, KvCorruptError)
     assert f"block {blocks[0]} (" in result.failure.message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 from twostroke.policy.attainment import Demand, Member, Role
 from twostroke.policy.forecast import Forecast
@@ -12,7 +13,7 @@ from twostroke.policy.snapshot import Slo
 from twostroke.policy.step_model import LinearStepModel
 
 MODEL = LinearStepModel(const_s=0.01, per_sequence_s=1e-4, per_context_token_s=1e-8, per_prefill_token_s=1e-4)
-DEMAND = Demand(1.0, prompt_tokens=1000, answer_tokens=100, slo=Slo(1.0, 0.05))
+DEMAND = Demand(1.0, prompt_tokens=1000, answer_tokens=100, slo=Slo(3.0, 0.2))
 INTERVAL_S = 10.0
 SETTINGS = ReplicaSettings(start_s=60.0)
 
@@ -90,7 +91,7 @@ def test_a_constant_load_never_changes_direction() -> None:
             mean = load * INTERVAL_S
             world.step(arrivals=max(0, round(source.gauss(mean, math.sqrt(mean)))))
         directions = [change > 0 for _, _, change in world.changes]
-        turns = sum(a != b for a, b in zip(directions, directions[1:], strict=False))
+        turns = sum(a != b for a, b in pairwise(directions))
         assert turns == 0, (load, world.changes)
 
 
@@ -101,7 +102,6 @@ def test_a_worker_that_cannot_start_does_not_block() -> None:
         world.step(arrivals=200)
     first = [change for _, role, change in world.changes if role is Role.PREFILL]
     assert len(first) >= 2, "stuck workers are replaced"
-    assert all(world.starting[role] for role in world.ready)
     again_s = [at_s for at_s, role, _ in world.changes if role is Role.PREFILL]
     assert again_s[-1] >= SETTINGS.stuck * SETTINGS.start_s
 

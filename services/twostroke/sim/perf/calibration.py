@@ -53,10 +53,11 @@ def sample(folder: Path) -> Sample:
     """Reads and prepares the runs, and chooses. Raises ConfigError."""
     measured = runs.read(folder)
     one_pool = prepare([run for run in measured if run.prefill is None])
-    first = fit([one_pool[index] for index in choose(one_pool)])
+    chosen = choose(one_pool)
+    first = fit([one_pool[index] for index in chosen])
     apart = [run for run in measured if run.prefill is not None]
     two_pools = prepare_pools(apart, [efficiencies(first.scaled(setting_of(run))) for run in apart])
-    return Sample(one_pool, two_pools, choose([*one_pool, *two_pools]))
+    return Sample(one_pool, two_pools, chosen + [len(one_pool) + index for index in choose(two_pools)])
 
 
 def errors(fit_of: Fitted, given: Sequence[Prepared | PoolRun]) -> Floats:
@@ -84,7 +85,9 @@ def calibrate(given: Sample) -> Calibration:
     for depth, found in ((DEPTHS[0], left_out), (DEPTHS[1], left_out), (DEPTHS[2], unknown)):
         spreads[depth] = _spread(found)
         for source in sorted({each.run.source for each in own}):
-            rows = [i for i, each in enumerate(own) if each.run.source == source and (depth == "new" or depths[i] == depth)]
+            rows = [
+                i for i, each in enumerate(own) if each.run.source == source and (depth == "new" or depths[i] == depth)
+            ]
             if len(rows) >= _FEW:
                 spreads[f"{depth};{source}"] = _spread(found[rows])
     spreads[DEPTHS[1]] = _wider(spreads[DEPTHS[0]], spreads[DEPTHS[2]])

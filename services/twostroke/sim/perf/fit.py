@@ -21,7 +21,7 @@ _ERRORS = np.array([0.10, 0.03])  # of TTFT and TPOT, relative
 _ROUNDS = ((4.0, 6), (2.0, 6), (1.0, 14))  # (errors taken so many times larger, steps at most)
 _FREEDOM = 4.0
 _SHIFT = 0.01
-_ENOUGH = 1e-3
+_ENOUGH = 2e-4
 _LEAST_PART = 0.01
 _SIZE = len(PRIOR)
 

@@ -56,23 +56,28 @@ class Calibration:
     def to_json(self) -> str:
         """For the package's data file."""
         added = {key: [round(float(v), 3) for v in values] for key, values in sorted(self.fitted.added.items())}
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "efficiencies": EFFICIENCY_NAMES,
-                "spreads": {k: [round(s.ttft, 4), round(s.tpot, 4)] for k, s in sorted(self.spreads.items())},
-                "runs": self.runs,
-                "added": added,
-            },
-            separators=(",", ":"),
-        ).replace('"', '"') + "\n"
+        return (
+            json.dumps(
+                {
+                    "format": FORMAT,
+                    "efficiencies": EFFICIENCY_NAMES,
+                    "spreads": {k: [round(s.ttft, 4), round(s.tpot, 4)] for k, s in sorted(self.spreads.items())},
+                    "runs": self.runs,
+                    "added": added,
+                },
+                separators=(",", ":"),
+            ).replace('"', '"')
+            + "\n"
+        )
 
 
 def from_json(text: str) -> Calibration:
     """Raises ConfigError when it is of another format, or of other efficiencies than this version's."""
     found = json.loads(text)
     if found.get("format") != FORMAT or tuple(found["efficiencies"]) != EFFICIENCY_NAMES:
-        raise ConfigError("the efficiencies are of another version; make them again, see twostroke.sim.perf.calibration")
+        raise ConfigError(
+            "the efficiencies are of another version; make them again, see twostroke.sim.perf.calibration"
+        )
     return Calibration(
         Fitted({key: np.array(values) for key, values in found["added"].items()}),
         {key: Spread(*values) for key, values in found["spreads"].items()},
@@ -99,7 +104,12 @@ def fitted_efficiencies(
 
 
 def interval(
-    value_s: float, shape: ModelShape, hardware: Hardware, precision: Precision, engine: str = "vllm", ttft: bool = False
+    value_s: float,
+    shape: ModelShape,
+    hardware: Hardware,
+    precision: Precision,
+    engine: str = "vllm",
+    ttft: bool = False,
 ) -> tuple[float, float]:
     """The range in which nine of ten measurements would lie, of a predicted time between tokens or to the first."""
     spread = shipped().spread(setting(shape, hardware, precision, engine))

@@ -50,9 +50,7 @@ class TransferModel:
         )
 
 
-def fit(
-    sizes_bytes: Sequence[float], seconds: Sequence[float], links: int, link_bytes_per_s: float
-) -> TransferModel:
+def fit(sizes_bytes: Sequence[float], seconds: Sequence[float], links: int, link_bytes_per_s: float) -> TransferModel:
     """The two parameters, base and efficiency, that fit measured transfers best by relative error.
 
     At least two different sizes. The base is at least 0 and the efficiency at most 1.

@@ -154,7 +154,6 @@ def closed_loop(pools: Pools, lengths: Sequence[tuple[int, int]], users: int) ->
         call(time_s)
     ttft_s = [first - sent for first, sent in zip(run.first_s, run.sent_s, strict=True)]
     tpot_s = [
-        (last - first) / (output - 1)
-        for last, first, (_, output) in zip(run.last_s, run.first_s, lengths, strict=True)
+        (last - first) / (output - 1) for last, first, (_, output) in zip(run.last_s, run.first_s, lengths, strict=True)
     ]
     return ttft_s, tpot_s

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostroke.policy.step_model import StepBatch, StepModel
+from twostroke.sim.perf import catalogue, fitted, hardware
+from twostroke.sim.perf.roofline import precision
 from twostroke.sim.replica import ReplicaSpec, is_profile, load_profile
 
 
@@ -18,13 +20,16 @@ class Interval:
 
 
 def intervals(spec: ReplicaSpec) -> tuple[Interval, Interval]:
-    """(of prefill, of decode) step times of a replica."""
+    """(of prefill, of decode) step times of a replica: nine of ten measured ones lie there."""
     if is_profile(spec.model):
         profile = load_profile(Path(spec.model))
         # Two standard deviations of a mean step, and what a day on the same machine may differ.
         wide = min(0.5, 0.05 + 2 * profile.median_error)
         return Interval(1 - wide, 1 + wide), Interval(1 - wide, 1 + wide)
-    return Interval(0.8, 1.3), Interval(0.85, 1.15)
+    shape, sheet = catalogue.find(spec.model), hardware.find(spec.gpu)
+    quantised = precision(spec.precision, shape, sheet)
+    ttft, tpot = (fitted.interval(1.0, shape, sheet, quantised, spec.engine, ttft=first) for first in (True, False))
+    return Interval(*ttft), Interval(*tpot)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,8 @@ export function topology(cluster, width) {
   };
   column(prefill, 1, "prefill");
   column(decode, width - box - 1, "decode");
-  const many = cluster.links.length > 6;
+  // Labels stand where each has a line of its own; the table has all of them.
+  const many = prefill.length > 1 && decode.length > 1, atSource = prefill.length > 1;
   const lines = cluster.links.flatMap((link) => {
     const from = places.get(link.prefill_worker_id), to = places.get(link.decode_worker_id);
     if (!from || !to || from.x === to.x) return [];
@@ -68,7 +69,8 @@ export function topology(cluster, width) {
     line.append(svg("title", {}, linkText(link)));
     if (many) return [line];
     const rate = Number(link.bytes_per_s) ? `${(Number(link.bytes_per_s) / 1e9).toFixed(1)} GB/s` : short(link.state);
-    const at = { class: "small", x: x2 - 4, "text-anchor": "end" }, above = y1 + (y2 - y1) * 0.92 - 5;
+    const at = atSource ? { class: "small", x: x1 + 6 } : { class: "small", x: x2 - 6, "text-anchor": "end" };
+    const above = (atSource ? y1 : y2) - 6;
     return [line, svg("text", { ...at, y: above }, rate), svg("text", { ...at, y: above + 17 }, (link.lanes[0] ?? "").split("/")[0])];
   });
   const label = `${prefill.length} prefill and ${decode.length} decode workers, ${cluster.links.length} links`;

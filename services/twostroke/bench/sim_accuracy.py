@@ -1,0 +1,209 @@
+"""How far the performance model's predictions are from published measurements that it was not fitted on.
+
+Part of `make bench-sim`; `python -m twostroke.bench.sim_accuracy --data FOLDER` runs it alone. Errors are
+|predicted - measured| / measured of a run's mean time to first token and mean time between tokens.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from twostroke.bench.command import command_line, finish, make_console
+from twostroke.bench.record import Check, Record, Value
+from twostroke.policy.step_model import StepBatch, chunk_pairs
+from twostroke.sim.perf import calibration, catalogue, fitted, hardware
+from twostroke.sim.perf.calibration import Sample
+from twostroke.sim.perf.fitted import Calibration
+from twostroke.sim.perf.measured import Prepared
+from twostroke.sim.perf.measured_pools import PoolRun
+from twostroke.sim.perf.roofline import Parallel, RooflineStepModel, precision
+from twostroke.sim.perf.transfer import MOONCAKE_TABLES
+
+Floats = NDArray[np.float64]
+Row = dict[str, Value]
+AnyRun = Prepared | PoolRun
+
+DATA = Path("tests") / "data" / "calibration"
+SPLITWISE = "splitwise_medians.csv"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Runs that were not fitted on. errors: logarithms of predicted over measured, TTFT and TPOT."""
+
+    runs: Sequence[AnyRun]
+    errors: Floats
+
+    def row(self, part: str, group: str, calibration_of: Calibration | None = None) -> Row:
+        """Their figures. calibration_of: adds how often measurements lie in its intervals."""
+        sizes = np.abs(np.expm1(self.errors))
+        row: Row = {"part": part, "group": group, "runs": len(self.runs)}
+        for index, name in enumerate(("ttft", "tpot")):
+            row[f"{name}_median_error"] = float(np.median(sizes[:, index]))
+            row[f"{name}_p90_error"] = float(np.quantile(sizes[:, index], 0.9))
+        if calibration_of is not None:
+            row["ttft_covered"], row["tpot_covered"] = (float(each) for each in self.covered(calibration_of))
+        return row
+
+    def covered(self, calibration_of: Calibration) -> Floats:
+        """Share of measurements within the 90 % intervals, TTFT and TPOT."""
+        spreads = [calibration_of.spread(each.setting) for each in self.runs]
+        wide = np.log([(each.ttft, each.tpot) for each in spreads])
+        return np.asarray((np.abs(self.errors) <= wide).mean(axis=0))
+
+    def by(self, key: Callable[[AnyRun], str]) -> Iterator[tuple[str, Held]]:
+        """Parts by a key, in order."""
+        keys = [key(each) for each in self.runs]
+        for wanted in sorted(set(keys)):
+            rows = [index for index, each in enumerate(keys) if each == wanted]
+            yield wanted, Held([self.runs[index] for index in rows], self.errors[rows])
+
+
+def accuracy(data: Path = DATA, left_out: bool = True) -> tuple[list[Row], list[Check]]:
+    """Rows and checks. left_out: also fits again without each family and each system, which takes minutes.
+
+    Raises ConfigError when the data are not there.
+    """
+    known = fitted.shipped()
+    sample = calibration.sample(data)
+    one_pool = _held(known, sample.one_pool)
+    two_pools = _held(known, sample.two_pools)
+    whole = one_pool.row("one pool", "all", known)
+    rows = [whole]
+    for part, key in _PARTS:
+        rows += [held.row(f"one pool by {part}", name, known) for name, held in one_pool.by(key)]
+    rows.append(two_pools.row("two pools", "all", known))
+    rows += [held.row("two pools by system", name, known) for name, held in two_pools.by(lambda each: each.run.system)]
+    if left_out:
+        rows += _left_out(sample, known)
+    transfers = _transfers()
+    rows += transfers
+    rows += _splitwise(data / SPLITWISE)
+    return rows, _checks(one_pool, known, max(abs(_number(row["error"])) for row in transfers))
+
+
+_PARTS: tuple[tuple[str, Callable[[AnyRun], str]], ...] = (
+    ("family", lambda each: each.run.model),
+    ("system", lambda each: each.run.system),
+    ("engine", lambda each: each.run.engine),
+    ("source", lambda each: each.run.source),
+    ("architecture", lambda each: each.run.shape.family),
+)
+
+
+def _held(known: Calibration, given: Sequence[AnyRun]) -> Held:
+    used = set(known.runs)
+    rest = [each for each in given if each.run.name not in used]
+    return Held(rest, calibration.errors(known.fitted, rest))
+
+
+def _left_out(sample: Sample, known: Calibration) -> list[Row]:
+    """One pool only: figures of every family, and of every system, by a fit that never saw it."""
+    alone = Sample(sample.one_pool, [], [index for index in sample.chosen if index < len(sample.one_pool)])
+    rows: list[Row] = []
+    for part, key in _PARTS[:2]:
+        found = calibration.without(alone, known.fitted, key)
+        for name, errors in found.items():
+            runs = [each for each in alone.one_pool if key(each) == name]
+            spread = np.log([known.spreads[fitted.DEPTHS[2]].ttft, known.spreads[fitted.DEPTHS[2]].tpot])
+            row = Held(runs, errors).row(f"{part} left out", name)
+            covered = (np.abs(errors) <= spread).mean(axis=0)
+            rows.append({**row, "ttft_covered": float(covered[0]), "tpot_covered": float(covered[1])})
+    return rows
+
+
+def _transfers() -> list[Row]:
+    rows: list[Row] = []
+    for table in MOONCAKE_TABLES:
+        model = table.fit()
+        for size, tokens, measured_s in zip(table.sizes_bytes(), table.tokens, table.seconds, strict=True):
+            predicted_s = model.transfer_s(size)
+            rows.append(
+                {
+                    "part": "KV transfer",
+                    "group": f"{table.name}, {tokens} tokens",
+                    "measured_ms": measured_s * 1e3,
+                    "predicted_ms": predicted_s * 1e3,
+                    "error": predicted_s / measured_s - 1,
+                }
+            )
+    return rows
+
+
+def _splitwise(path: Path) -> list[Row]:
+    """Another engine, older hardware and models that were never fitted on: what the physics alone is worth."""
+    errors: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for line in csv.DictReader(path.read_text().splitlines()):
+        shape, sheet = catalogue.find(line["model"]), hardware.find(line["hardware"])
+        quantised = precision("bf16", shape, sheet)
+        known = fitted.fitted_efficiencies(shape, sheet, quantised)
+        model = RooflineStepModel(shape, sheet, quantised, Parallel(tp=int(line["tensor_parallel"])), known)
+        prompt, batch = int(line["prompt_tokens"]), int(line["batch"])
+        prefill_s = model.step_s(StepBatch(0, 0, batch * prompt, batch * chunk_pairs(0, prompt), batch))
+        decode_s = model.step_s(StepBatch(batch, batch * prompt, 0, 0.0))
+        errors.setdefault((line["model"], line["hardware"]), []).append(
+            (np.log(prefill_s * 1e3 / float(line["prompt_ms"])), np.log(decode_s * 1e3 / float(line["token_ms"])))
+        )
+    rows: list[Row] = []
+    for (model_name, system), found in errors.items():
+        sizes = np.abs(np.expm1(np.array(found)))
+        rows.append(
+            {
+                "part": "never fitted: Splitwise profile",
+                "group": f"{model_name} on {system}",
+                "runs": len(found),
+                "ttft_median_error": float(np.median(sizes[:, 0])),
+                "tpot_median_error": float(np.median(sizes[:, 1])),
+            }
+        )
+    return rows
+
+
+def _checks(one_pool: Held, known: Calibration, transfer_error: float) -> list[Check]:
+    sizes = np.abs(np.expm1(one_pool.errors))
+    ttft, tpot, tpot_p90 = np.median(sizes[:, 0]), np.median(sizes[:, 1]), np.quantile(sizes[:, 1], 0.9)
+    covered = one_pool.covered(known)
+    words = "TPOT median error at most 5 %, 90th percentile at most 15 %"
+    cover = "90 % intervals cover 85 to 95 %"
+    return [
+        _check(f"{words}: median", tpot, tpot <= 0.05, "at most 5 %"),
+        _check(f"{words}: 90th percentile", tpot_p90, tpot_p90 <= 0.15, "at most 15 %"),
+        _check("TTFT median at most 15 %", ttft, ttft <= 0.15, "at most 15 %"),
+        _check("Mooncake KV transfer tables within 10 % from 1k tokens", transfer_error, transfer_error <= 0.1, "10 %"),
+        _check(f"{cover}: TPOT", covered[1], 0.85 <= covered[1] <= 0.95, "85 to 95 %"),
+        _check(f"{cover}: TTFT", covered[0], 0.85 <= covered[0] <= 0.95, "85 to 95 %"),
+    ]
+
+
+def _check(name: str, share: float, ok: bool, goal: str) -> Check:
+    return Check(name, float(share) * 100, "%", goal, bool(ok))
+
+
+def _number(value: Value) -> float:
+    assert isinstance(value, float)
+    return value
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Folder with the measurements.")] = DATA,
+    quick: Annotated[bool, typer.Option("--quick", help="Without the fits that leave a family or system out.")] = False,
+) -> None:
+    """Prints the table and writes build/bench/sim_accuracy.json."""
+    record = Record("sim_accuracy", command_line("sim_accuracy"))
+    rows, checks = accuracy(data, not quick)
+    for row in rows:
+        record.row(**row)
+    record.checks += checks
+    finish(record, make_console())
+
+
+if __name__ == "__main__":
+    typer.run(main)
