@@ -25,6 +25,7 @@ RoleName = Literal["prefill", "decode", "both"]
 KvConnector = Literal["twostroke", "nixl"]
 KvTransport = Literal["ucx", "nixl"]
 FrontEndKind = Literal["vllm", "plain"]
+LogFormat = Literal["text", "json"]
 Address = Annotated[str, StringConstraints(pattern=r"^.+:\d+$")]
 
 S = TypeVar("S", bound="_Settings")
@@ -37,6 +38,18 @@ CALM_PORTS = range(20000, 32000)
 
 class _Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TWOSTROKE_", frozen=True, extra="forbid", env_ignore_empty=True)
+
+
+class _ProcessSettings(_Settings):
+    """What every process says of itself."""
+
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
+    log_format: LogFormat = Field("text", description="text for people, json for one object per line.")
+    metrics: bool = Field(True, description="Serve Prometheus metrics at /metrics.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of the metrics; 0 picks one, which the log names.")
+    otlp_endpoint: str = Field(
+        "", description="host:port or URL of an OTLP/gRPC receiver, such as localhost:4317, to send traces to."
+    )
 
 
 class RpcSettings(BaseModel):
@@ -62,7 +75,7 @@ class RpcSettings(BaseModel):
     )
 
 
-class WorkerSettings(_Settings):
+class WorkerSettings(_ProcessSettings):
     """A worker: one engine behind PrefillService, DecodeService and WorkerService."""
 
     role: RoleName = Field("both", description="What routers send here: prefill, decode or both.")
@@ -107,13 +120,15 @@ class WorkerSettings(_Settings):
     reference_blocks: int = Field(4096, gt=0, description="Reference engine: KV blocks.")
     reference_late: bool = Field(False, description="Reference engine: offer KV only when the prompt is done.")
     reference_faults: str = Field("", description="Reference engine: fault plan as JSON; see docs/reference_engine.md.")
+    stall_s: float = Field(
+        30.0, gt=0, description="Time without a step after which an engine counts as stalled; or 20 times its longest."
+    )
     drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
     step_log: str = Field("", description="File to which vLLM writes begin and end of every step; for benchmarks.")
-    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
     rpc: RpcSettings = RpcSettings()
 
 
-class RouterSettings(_Settings):
+class RouterSettings(_ProcessSettings):
     """The router: OpenAI HTTP and gRPC in, a cluster of workers behind."""
 
     router_id: str = Field("", description="Name in logs and status; host and port when empty.")
@@ -126,6 +141,9 @@ class RouterSettings(_Settings):
     workers: str = Field(
         f"127.0.0.1:{DEFAULT_WORKER_PORT}",
         description="Comma-separated host:port; a name with several addresses counts once per address.",
+    )
+    worker_timeout_s: float = Field(
+        2.0, ge=1, description="A worker that has not reported for so long is lost; after 1 s it gets nothing new."
     )
     resolve_interval_s: float = Field(3.0, gt=0, description="Seconds between two looks at DNS names.")
     max_model_len_tokens: int = Field(0, ge=0, description="Longest sequence; 0 is the model's own.")
@@ -152,7 +170,10 @@ class RouterSettings(_Settings):
     http_tls_key: str = Field("", description="PEM key of that certificate.")
     http_tls_ca: str = Field("", description="PEM certificates of which HTTP clients must have one (mutual TLS).")
     drain_s: float = Field(30.0, ge=0, description="How long running requests may go on after SIGTERM.")
-    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
+    trace_ratio: float = Field(
+        1.0, ge=0, le=1, description="Share of requests to trace; callers that send a traceparent decide themselves."
+    )
+    log_prompts: bool = Field(False, description="Write prompts, as token ids, into the line that each request gets.")
     rpc: RpcSettings = RpcSettings()
 
     def adapters(self) -> dict[str, str]:

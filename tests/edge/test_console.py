@@ -15,7 +15,7 @@ import pytest_asyncio
 from edge.http_cluster import Edge, body
 
 pytest.importorskip("playwright", reason="the console is tested with playwright: pip install playwright")
-from playwright.async_api import Browser, Page, Route, async_playwright, expect  # noqa: E402
+from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 
 from twostroke.errors import UnavailableError
-
-_numbers = itertools.count()
 
 
 class NetworkPath:
@@ -17,12 +14,13 @@ class NetworkPath:
     root, network namespaces and iproute2."""
 
     def __init__(self) -> None:
-        number = next(_numbers)
-        self._namespace = f"ts-{os.getpid()}-{number}"
-        self.device, self.inner = f"ts{os.getpid()}a{number}", f"ts{os.getpid()}b{number}"
+        high, low = os.urandom(2)
+        self._namespace = f"twostroke-{high:02x}{low:02x}"
+        self.device, self.inner = f"ts{high:02x}{low:02x}a", f"ts{high:02x}{low:02x}b"
         self.inside = ["ip", "netns", "exec", self._namespace]
-        third, fourth = os.getpid() % 250, number * 4 % 252
-        addresses = [(f"10.213.{third}.{fourth + end}/30", f"fd00:213:{third}:{number}::{end}/64") for end in (1, 2)]
+        addresses = [
+            (f"10.213.{high}.{(low & 0xFC) + end}/30", f"fd00:213:{high:x}:{low:x}::{end}/64") for end in (1, 2)
+        ]
         try:
             _run("ip", "netns", "add", self._namespace)
             _run("ip", "link", "add", self.device, "type", "veth", "peer", "name", self.inner, "netns", self._namespace)

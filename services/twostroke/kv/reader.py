@@ -104,6 +104,7 @@ class Reader:
         """Nothing is to be fetched: the sources are told that all was read, and no outcome follows. Before `begin`."""
         receive = self._receives.pop(request_id, None)
         if receive is not None:
+            self._forget_asking(receive)
             self._say_done(receive)
 
     def cancel(self, request_id: str) -> None:
@@ -304,6 +305,9 @@ class Reader:
 
     def _end(self, receive: Receive) -> None:
         del self._receives[receive.request_id]
+        self._forget_asking(receive)
+        self._done(receive.outcome(self._memory, self._clock()))
+
+    def _forget_asking(self, receive: Receive) -> None:
         for part in receive.parts:
             self._asked_s.pop((receive.request_id, part.source), None)
-        self._done(receive.outcome(self._memory, self._clock()))

@@ -64,6 +64,15 @@ class Costing:
         """Cost of a time that is `ratio` times what its SLO allows: steeper beyond 1."""
         return ratio if ratio <= 1 else ratio + self.weights.breach * (ratio - 1)
 
+    def gaps(self, ratio: float, share: float) -> float:
+        """Cost of such a share of an answer's gaps, each `ratio` times what its SLO allows: their strain, and the loss
+        of the answer's class once they are more than the tail that may exceed it."""
+        cost = share * self.strain(ratio)
+        tail = self.weights.tail
+        if ratio > 1 and share > tail:
+            cost += self.weights.lost * min(1.0, ratio - 1) * min(1.0, share / tail - 1)
+        return cost
+
     def reading(self, worker: WorkerSnapshot, chunk_tokens: int = 0) -> Reading:
         """The prompt on a worker, in chunks of the worker's step budget unless said otherwise."""
         request = self.request
@@ -101,9 +110,9 @@ class Costing:
             return 0.0
         base_s, slope_s = worker.step_model.decode_terms(answers)
         alone_s = base_s + slope_s * worker.context_tokens
-        itl_s = worker.slo.itl_s
-        more = self.strain(max(step_s, alone_s) / itl_s) - self.strain(alone_s / itl_s)
-        return answers * more * steps / max(1, self.request.expected_output_tokens)
+        share = steps / max(1, self.request.expected_output_tokens)
+        before, then = alone_s / worker.slo.itl_s, max(step_s, alone_s) / worker.slo.itl_s
+        return answers * max(0.0, self.gaps(then, share) - self.gaps(before, share))
 
     def writing(self, worker: WorkerSnapshot) -> Writing:
         """The answer on a worker."""
@@ -143,12 +152,16 @@ class Costing:
         )
 
     def lent_chunk_tokens(self, worker: WorkerSnapshot) -> int:
-        """The largest chunk that leaves the answers on a worker their time between tokens; 0 when none does."""
+        """The largest chunk that leaves the answers on a worker their time between tokens; 0 when none does, and when
+        it is lent already."""
+        if worker.pending_prompt_tokens:
+            return 0
+        most_s = self.limits.lent_itl * worker.slo.itl_s
         chunk = worker.step_budget_tokens - worker.running_sequences
         answers, context = max(1, worker.running_sequences), worker.context_tokens
         while chunk >= self.limits.min_chunk_tokens:
             pairs = chunk_pairs(self.request.prompt_tokens // 2, chunk)
-            if worker.step_model.step_s(StepBatch(answers, context, chunk, pairs, 1)) <= worker.slo.itl_s:
+            if worker.step_model.step_s(StepBatch(answers, context, chunk, pairs, 1)) <= most_s:
                 return chunk
             chunk //= 2
         return 0
@@ -172,10 +185,10 @@ class Costing:
             step_s = writing.step_s
             itl_s = step_s + (handoff_s + slow * (slow_s - step_s)) / gaps
             itl_cost = (
-                self.strain((handoff_s + step_s) / slo.itl_s)
-                + slow * self.strain(slow_s / slo.itl_s)
-                + (gaps - 1 - slow) * self.strain(step_s / slo.itl_s)
-            ) / gaps
+                self.gaps((handoff_s + step_s) / slo.itl_s, 1 / gaps)
+                + self.gaps(slow_s / slo.itl_s, slow / gaps)
+                + self.gaps(step_s / slo.itl_s, (gaps - 1 - slow) / gaps)
+            )
         finish_s = ttft_s + gaps * itl_s
         own = self.strain(ttft_s / slo.ttft_s) + itl_cost
         if request.deadline_s is not None and finish_s > request.deadline_s:

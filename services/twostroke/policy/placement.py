@@ -138,7 +138,8 @@ class _Shortlists:
 
     def _look(self, costing: Costing, workers: Iterable[WorkerSnapshot]) -> None:
         """Over every worker of the cluster, so written for speed."""
-        request, options, breach = costing.request, costing.options, costing.weights.breach
+        request, options = costing.request, costing.options
+        breach, tail, lost = costing.weights.breach, costing.weights.tail, costing.weights.lost
         cached_tokens, avoid = request.cached_tokens, request.avoid
         prompt_tokens, answer_tokens = request.prompt_tokens, max(1, request.expected_output_tokens)
         answer_context = prompt_tokens + answer_tokens // 2
@@ -166,9 +167,11 @@ class _Shortlists:
             if decode_reads:
                 chunk = min(tokens, worker.step_budget_tokens)
                 slo_s = worker.slo.itl_s
-                full = (write_s + chunk * token_s) / slo_s
-                stall = (full + breach * (full - 1) if full > 1 else full) - write_s / slo_s
-                stalls = (answers or 1) * stall * tokens / (chunk * answer_tokens)
+                full, share = (write_s + chunk * token_s) / slo_s, tokens / (chunk * answer_tokens)
+                stall = share * (full + breach * (full - 1) if full > 1 else full) - share * write_s / slo_s
+                if full > 1 and share > tail:
+                    stall += lost * min(1.0, full - 1) * min(1.0, share / tail - 1)
+                stalls = (answers or 1) * stall
                 read = read + breach * (read - 1) if read > 1 else read
                 self.whole_on_decode.append((last, read + write + stalls, name, worker))
 

@@ -54,6 +54,8 @@ class Weights:
     """How the cost is put together; see docs/placement.md.
 
     breach: how much more a second over the SLO costs than a second under it.
+    lost: cost of an answer that misses its class for the time between tokens, reached at twice the SLO.
+    tail: share of an answer's gaps that may exceed the SLO all the same.
     late: cost of being late by as much as the whole deadline.
     prompt_share: share of an answer's steps that are expected to hold prompts too where prompts are ordinary: on
         workers of role prefill and both.
@@ -61,6 +63,8 @@ class Weights:
     """
 
     breach: float = 10.0
+    lost: float = 5.0
+    tail: float = 0.01
     late: float = 100.0
     prompt_share: float = 0.5
     refuse_margin: float = 0.1
@@ -75,6 +79,7 @@ class Limits:
     prefill_window_tokens: pending prompt tokens from which on a worker that has any gets no more while Options.wait is
         on, so that the order of prompts is decided in the queue in front; 0 is no bound.
     min_chunk_tokens: the smallest chunk worth a step.
+    lent_itl: share of the SLO for the time between tokens that the steps of a lent decoder may take: answers come.
     shortlist: workers per role that are looked at closely.
     """
 
@@ -82,6 +87,7 @@ class Limits:
     long_share: float = 0.5
     prefill_window_tokens: int = 0
     min_chunk_tokens: int = 16
+    lent_itl: float = 0.9
     shortlist: int = 4
 
 

@@ -40,7 +40,7 @@ async def serve(settings: RouterSettings) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     settings = parse(RouterSettings, list(sys.argv[1:] if argv is None else argv), "twostroke router", __doc__ or "")
-    set_up(settings.log_level)
+    set_up(settings.log_level, settings.log_format)
     try:
         asyncio.run(serve(settings))
         if settings.front_end == "vllm":

@@ -8,12 +8,13 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from enum import Enum
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from twostroke.config import RpcSettings
-from twostroke.errors import TwostrokeError
+from twostroke.errors import TwostrokeError, WorkerLostError
 from twostroke.policy.ledger import Life
 from twostroke.policy.placement import WorkerSnapshot
 from twostroke.router.session import DecodeSession
@@ -29,7 +30,9 @@ LAST_WORD_S = 1.0
 RETRY_S = 0.25
 # A worker that cannot be reached for so long is taken for dead; one that comes back is met as a new one.
 LOST_AFTER_S = 10.0
-LOAD_INTERVAL_MS = 500
+LOAD_INTERVAL_MS = 250
+# A worker that has not reported for so long gets nothing new.
+QUIET_AFTER_S = 1.0
 # Releases of one worker are sent together; a request is not worth an RPC of its own.
 RELEASE_WINDOW_S = 0.02
 
@@ -41,6 +44,7 @@ class MemberState(Enum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
+    QUIET = "quiet"
     REFUSED = "refused"
 
 
@@ -57,6 +61,7 @@ class Member:
         router_id: str,
         rpc: RpcSettings,
         *,
+        timeout_s: float,
         accept: Callable[[worker_pb2.GetInfoResponse], str | None],
         changed: Callable[[], None],
         load_changed: Callable[[], None],
@@ -72,6 +77,9 @@ class Member:
         self.prefill_tokens = 0
         """Prompt tokens that this router has placed here and that are not computed yet."""
         self.router_id = router_id
+        self.prefills: set[Callable[[str], None]] = set()
+        """Called with the reason when the worker is lost, by whoever has a call open that would not notice."""
+        self._timeout_s = timeout_s
         self._accept = accept
         self._changed = changed
         self._load_changed = load_changed
@@ -135,6 +143,8 @@ class Member:
             self._left_s = time.monotonic()
         self.session = None
         self.load = None
+        for abandon in list(self.prefills):
+            abandon(f"worker {self.worker_id} is lost: {detail}")
         self._set(MemberState.UNREACHABLE, detail)
 
     async def _connected(self) -> None:
@@ -162,16 +172,45 @@ class Member:
             raise errors.exceptions[0] from None
 
     async def _watch_load(self) -> None:
-        request = worker_pb2.WatchLoadRequest(interval_ms=LOAD_INTERVAL_MS)
-        async for load in self._worker.WatchLoad(request):
-            new_role = self.load is not None and self.load.role != load.role
-            self.load = load
-            if load.draining and self.state is MemberState.READY:
-                self._set(MemberState.DRAINING, "takes no new requests, and finishes what it has")
-            elif new_role:
-                self._changed()
-            else:
-                self._load_changed()
+        call = self._worker.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=LOAD_INTERVAL_MS))
+        try:
+            while True:
+                load = await self._next_load(call)
+                if load.stalled:
+                    raise WorkerLostError("its engine makes no step")
+                self._take_load(load)
+        finally:
+            call.cancel()
+
+    async def _next_load(self, call: Any) -> worker_pb2.WatchLoadResponse:
+        """The next report. Raises WorkerLostError when there is none for too long: a process that is stopped has a
+        kernel that keeps its connections."""
+        reading = asyncio.ensure_future(call.read())
+        try:
+            if not (await asyncio.wait({reading}, timeout=QUIET_AFTER_S))[0] and self.state is MemberState.READY:
+                self._set(MemberState.QUIET, f"has not reported for {QUIET_AFTER_S:g} s")
+            if not (await asyncio.wait({reading}, timeout=max(0.0, self._timeout_s - QUIET_AFTER_S)))[0]:
+                raise WorkerLostError(f"it has not reported for {self._timeout_s:g} s (--worker-timeout-s)")
+        finally:
+            if not reading.done():
+                reading.cancel()
+        load = await reading
+        if load is grpc.aio.EOF:
+            raise WorkerLostError("it ended its reports")
+        found: worker_pb2.WatchLoadResponse = load
+        return found
+
+    def _take_load(self, load: worker_pb2.WatchLoadResponse) -> None:
+        new_role = self.load is not None and self.load.role != load.role
+        self.load = load
+        if load.draining and self.state in (MemberState.READY, MemberState.QUIET):
+            self._set(MemberState.DRAINING, "takes no new requests, and finishes what it has")
+        elif self.state is MemberState.QUIET:
+            self._set(MemberState.READY, "")
+        elif new_role:
+            self._changed()
+        else:
+            self._load_changed()
 
     def snapshot(self) -> WorkerSnapshot:
         """For placement: what the worker reported, and what this router has sent since. Needs state READY."""

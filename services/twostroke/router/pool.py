@@ -83,6 +83,7 @@ class WorkerPool:
                 address,
                 self._router_id,
                 self._settings.rpc,
+                timeout_s=self._settings.worker_timeout_s,
                 accept=self._accept,
                 changed=self._on_change,
                 load_changed=self._on_load,

@@ -33,6 +33,7 @@ class PrefillStroke:
         self.ended_answer = False
         """The first token was the last."""
         self._on_first_token = on_first_token
+        self._abandoned = ""
         self._offered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._prompt_tokens = len(request.prompt_token_ids)
         self._call = member.prefill.Prefill(
@@ -72,6 +73,7 @@ class PrefillStroke:
     async def _run(self) -> None:
         member = self.member
         member.prefill_tokens += self._prompt_tokens
+        member.prefills.add(self._abandon)
         try:
             async for response in self._call:
                 event = response.WhichOneof("event")
@@ -83,8 +85,17 @@ class PrefillStroke:
                     self._offer(response.finished.handoff)
         except grpc.aio.AioRpcError as error:
             raise self._lost(error) from error
+        except asyncio.CancelledError:
+            if self._abandoned:
+                raise WorkerLostError(self._abandoned) from None
+            raise
         finally:
+            member.prefills.discard(self._abandon)
             member.prefill_tokens -= self._prompt_tokens
+
+    def _abandon(self, reason: str) -> None:
+        self._abandoned = reason
+        self._call.cancel()
 
     def _offer(self, handoff: Handoff) -> None:
         self.handoff = handoff

@@ -94,6 +94,10 @@ def sim(
     cell_workers: Annotated[
         int, typer.Option(min=0, help="Workers that one router sees; 0: all.", rich_help_panel=RUN)
     ] = 0,
+    autoscale: Annotated[
+        bool, typer.Option(help="Start and drain workers as the load asks for.", rich_help_panel=RUN)
+    ] = False,
+    flip_roles: Annotated[bool, typer.Option(help="Let workers change their roles.", rich_help_panel=RUN)] = False,
     step_by_step: Annotated[bool, typer.Option(help="The slow reference.", rich_help_panel=RUN)] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Result for programs.", rich_help_panel=RUN)
@@ -132,7 +136,9 @@ def sim(
         failures=tuple(parse_failure(text) for text in fail or ()),
     )
     traffic = TrafficSpec(trace, lengths, rate, cv, seconds, concurrency, requests, scale, seed)
-    flags = SimFlags(fleet, traffic, parse_slo(slo), policy, deadline_s or None, step_by_step, json_file)
+    flags = SimFlags(
+        fleet, traffic, parse_slo(slo), policy, deadline_s or None, step_by_step, json_file, autoscale, flip_roles
+    )
     raise typer.Exit(simulate(flags))
 
 

@@ -1,17 +1,77 @@
-"""Logging of a process."""
+"""Logging of a process: lines for people, or a JSON object per line, with the ids of the request at hand."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+FIELDS = "twostroke_fields"
+"""Attribute of a record that holds its fields, for JSON."""
 
 
-def set_up(level: str) -> None:
+@dataclass(frozen=True, slots=True)
+class RequestIds:
+    """Whose record it is."""
+
+    request_id: str
+    trace_id: str = ""
+
+
+request_ids: ContextVar[RequestIds | None] = ContextVar("request_ids", default=None)
+"""Set within the task of a request; every record that is made there carries it."""
+
+
+def fields(values: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What to give a logging call as `extra`, so that the record has these fields in JSON."""
+    return {FIELDS: values}
+
+
+class JsonFormatter(logging.Formatter):
+    """One object per line: time, level, logger, message, the ids of the request, and the record's own fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See the class."""
+        line: dict[str, Any] = {
+            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if ids := request_ids.get():
+            line["request_id"] = ids.request_id
+            if ids.trace_id:
+                line["trace_id"] = ids.trace_id
+        line |= getattr(record, FIELDS, {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people; within a request's task it ends with the trace's id, when there is one."""
+
+    def __init__(self) -> None:
+        super().__init__(FORMAT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """See the class."""
+        line = super().formatMessage(record)
+        ids = request_ids.get()
+        return f"{line} [trace {ids.trace_id}]" if ids and ids.trace_id else line
+
+
+def set_up(level: str, style: str = "text") -> None:
     """Writes our own records from `level` on, and those of libraries from WARNING on, to standard error.
 
-    The level is set on our own logger, because libraries that vLLM imports set the root logger's.
+    style: text or json. The level is set on our own logger, because libraries that vLLM imports set the root logger's.
     """
-    logging.basicConfig(level=logging.WARNING, format=FORMAT, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("twostroke").setLevel(level)

@@ -15,6 +15,7 @@ from twostroke.engine.base import Engine
 from twostroke.errors import EngineError, TwostrokeError
 from twostroke.flags import parse
 from twostroke.telemetry.logs import set_up
+from twostroke.telemetry.tracing import Tracer, open_tracer
 
 log = logging.getLogger("twostroke.worker")
 
@@ -41,10 +42,12 @@ async def serve(settings: WorkerSettings) -> int:
     engine = build_engine(settings, worker_id, epoch)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    tracer: Tracer | None = None
     try:
-        # The engine may fork: before any thread or channel of gRPC.
+        # The engine may fork: before any thread or channel of gRPC, the tracer's included.
         info = await engine.start()
-        worker = Worker(settings, engine, info, worker_id, epoch)
+        tracer = open_tracer(settings.otlp_endpoint, 1.0, "twostroke-worker", worker_id)
+        worker = Worker(settings, engine, info, worker_id, epoch, tracer)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         await worker.run(stop)
@@ -53,6 +56,8 @@ async def serve(settings: WorkerSettings) -> int:
         return EXIT_ENGINE_LOST
     finally:
         await engine.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
     return 0
 
 
@@ -62,7 +67,7 @@ def main(argv: Sequence[str] | None = None, role: str | None = None) -> int:
     if role is not None:
         arguments = ["--role", role, *arguments]
     settings = parse(WorkerSettings, arguments, "twostroke worker", __doc__ or "")
-    set_up(settings.log_level)
+    set_up(settings.log_level, settings.log_format)
     if settings.engine == "vllm":
         from twostroke.engine.vllm.launch import preload_libraries
 

@@ -9,10 +9,13 @@ from twostroke.config import WorkerSettings
 from twostroke.engine.base import Engine, EngineInfo
 from twostroke.errors import EngineError
 from twostroke.rpc.server import Server
+from twostroke.telemetry.scrape import ScrapeEndpoint
+from twostroke.telemetry.tracing import Tracer
 from twostroke.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2_grpc
 from twostroke.worker.decode_service import DecodeService
 from twostroke.worker.host import EngineHost
 from twostroke.worker.prefill_service import PrefillService
+from twostroke.worker.traces import WorkerTraces
 from twostroke.worker.worker_service import ROLES, WorkerService
 
 log = logging.getLogger(__name__)
@@ -36,17 +39,36 @@ DEADLINE_METHODS = frozenset(
 
 
 class Worker:
-    """A serving worker."""
+    """A serving worker. tracer: writes its spans; the caller closes it."""
 
-    def __init__(self, settings: WorkerSettings, engine: Engine, info: EngineInfo, worker_id: str, epoch: str) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        info: EngineInfo,
+        worker_id: str,
+        epoch: str,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._settings = settings
-        self.host = EngineHost(engine, info, worker_id, epoch)
+        self.host = EngineHost(engine, info, worker_id, epoch, stall_s=settings.stall_s)
         self._server = Server(settings.rpc, SERVICES, DEADLINE_METHODS)
         grpc_server = self._server.grpc
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillService(self.host), grpc_server)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeService(self.host), grpc_server)
         service = WorkerService(self.host, ROLES[settings.role])
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, grpc_server)
+        if tracer is not None:
+            self.host.observers.append(WorkerTraces(tracer, worker_id))
+        self._scrape = self._metrics(service) if settings.metrics else None
+
+    def _metrics(self, service: WorkerService) -> ScrapeEndpoint:
+        from twostroke.telemetry.metrics import Registry
+        from twostroke.worker.metrics import WorkerMetrics
+
+        registry, host = Registry(), self.host
+        host.observers.append(WorkerMetrics(registry, host.worker_id, host.epoch, host.info, lambda: service.role))
+        return ScrapeEndpoint(registry.render)
 
     async def listen(self) -> int:
         """Starts serving; returns the port. Raises ConfigError when it is taken."""
@@ -69,6 +91,7 @@ class Worker:
         """Serves until `stop`, then drains. Raises EngineError when the engine is lost."""
         await self.listen()
         steps = asyncio.create_task(self.host.run(), name="engine steps")
+        watch = asyncio.create_task(self.host.watch_steps(), name="step watch")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         asked = asyncio.create_task(self.host.draining.wait(), name="drain")
         try:
@@ -81,7 +104,8 @@ class Worker:
             await self.host.drain(self._settings.drain_s)
         finally:
             stopping.cancel()
+            watch.cancel()
             asked.cancel()
             await self._server.drain(0.5)
             steps.cancel()
-            await asyncio.gather(steps, stopping, asked, return_exceptions=True)
+            await asyncio.gather(steps, watch, stopping, asked, return_exceptions=True)

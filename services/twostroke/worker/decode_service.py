@@ -173,6 +173,7 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         if first is None or first.WhichOneof("message") != "open":
             raise InvalidRequestError("the first message of a session must be open")
         self._host.check_epoch(first.open.worker_epoch)
+        self._host.check_steps()
         router_id = first.open.router_id
         session = _Session(self._host)
         reader = asyncio.create_task(session.read(requests), name=f"session {router_id}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -12,12 +14,16 @@ from typing import Protocol
 
 from twostroke.engine.base import Engine, EngineInfo, EngineLoad, EngineOutput, LinkReport, Stroke
 from twostroke.errors import EngineError, InvalidRequestError, StaleEpochError, TwostrokeError, UnavailableError
+from twostroke.policy.step_watch import StepWatch
 from twostroke.v1.engine_pb2 import EngineRequest
 from twostroke.v1.kv_pb2 import Handoff, KvEndpoint
+from twostroke.worker.observer import Observer
 
 log = logging.getLogger(__name__)
 
 MIN_REPORT_INTERVAL_S = 0.1
+LOOK_S = 0.25
+"""How often an awaited step is looked for."""
 
 
 class Owner(Protocol):
@@ -36,11 +42,14 @@ class Owner(Protocol):
 class EngineHost:
     """Owns the engine's step loop. Request ids are unique across all owners."""
 
-    def __init__(self, engine: Engine, info: EngineInfo, worker_id: str, epoch: str) -> None:
+    def __init__(
+        self, engine: Engine, info: EngineInfo, worker_id: str, epoch: str, *, stall_s: float = math.inf
+    ) -> None:
         self.info = info
         self.worker_id = worker_id
         self.epoch = epoch
         self.load = EngineLoad()
+        self.observers: list[Observer] = []
         self._engine = engine
         self._owners: dict[str, Owner] = {}
         self._changed = asyncio.Condition()
@@ -52,6 +61,11 @@ class EngineHost:
         self._said = 0
         """Counts what is news beside the load."""
         self._failed: TwostrokeError | None = None
+        self._steps = StepWatch(stall_s)
+        self._computing: set[str] = set()
+        """Requests that the engine could compute at once, as far as is known here."""
+        self.stalled = ""
+        """Why the engine counts as stalled; empty when it does not."""
 
     @property
     def active_requests(self) -> int:
@@ -71,12 +85,15 @@ class EngineHost:
             while True:
                 step = await self._engine.next_step()
                 self._route(step.outputs)
+                for observer in self.observers:
+                    observer.stepped(step.outputs, step.load)
+                self._stepped(step.load)
                 await self._announce(step.load)
         except Exception as error:
             lost = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
             self._failed = lost
-            for owner in set(self._owners.values()):
-                owner.lost(lost)
+            for watcher in (*set(self._owners.values()), *self.observers):
+                watcher.lost(lost)
             self._owners.clear()
             raise lost from error
 
@@ -89,9 +106,36 @@ class EngineHost:
             owner.deliver(output)
             touched[id(owner)] = owner
             if output.done:
-                del self._owners[output.request_id]
+                self._forget(output.request_id)
         for owner in touched.values():
             owner.flush()
+
+    def _stepped(self, load: EngineLoad) -> None:
+        if load.steps != self.load.steps:
+            # Prompts that wait for memory that is held for others are not the engine's fault.
+            self._steps.stepped(time.monotonic(), busy=load.running_requests > 0 or self._could_compute(load))
+            if self.stalled:
+                log.warning("the engine steps again")
+                self.stalled = ""
+
+    def _could_compute(self, load: EngineLoad) -> bool:
+        return bool(self._computing) and not load.held_blocks
+
+    async def watch_steps(self) -> None:
+        """Tells routers when the engine stalls, and when it goes on; returns only by cancellation."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not self.load.running_requests and not self._could_compute(self.load):
+                self._steps.idle()
+            elif not self.stalled and self._steps.overdue_s(time.monotonic()):
+                self.stalled = f"the engine of {self.worker_id} has made no step for {self._steps.limit_s:.1f} s"
+                log.error("%s, though it has requests to compute", self.stalled)
+                await self.tell()
+
+    def check_steps(self) -> None:
+        """Raises UnavailableError while the engine is stalled."""
+        if self.stalled:
+            raise UnavailableError(self.stalled)
 
     async def _announce(self, load: EngineLoad) -> None:
         self.load = load
@@ -106,21 +150,37 @@ class EngineHost:
         """
         if self._failed is not None:
             raise self._failed
+        self.check_steps()
         if self.draining.is_set():
             raise UnavailableError(f"worker {self.worker_id} is draining; place the request elsewhere")
         if request.request_id in self._owners:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use on worker {self.worker_id}")
         self._owners[request.request_id] = owner
+        if stroke is not Stroke.DECODE:
+            self._computing.add(request.request_id)
+            self._steps.given(time.monotonic())
+        for observer in self.observers:
+            observer.admitted(request, stroke)
         try:
             await self._engine.admit(request, stroke, handoff)
         except BaseException:
-            self._owners.pop(request.request_id, None)
+            self._forget(request.request_id)
+            self._stop_observing([request.request_id])
             raise
+
+    def _forget(self, request_id: str) -> None:
+        self._owners.pop(request_id, None)
+        self._computing.discard(request_id)
+
+    def _stop_observing(self, request_ids: Sequence[str]) -> None:
+        for observer in self.observers:
+            observer.cancelled(request_ids)
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """Ends requests; their owners hear nothing more. Unknown ids are ignored."""
         for request_id in request_ids:
-            self._owners.pop(request_id, None)
+            self._forget(request_id)
+        self._stop_observing(request_ids)
         if request_ids and self._failed is None:
             await self._engine.cancel(request_ids)
             await self._announce(self.load)

@@ -28,6 +28,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._host = host
         self._role = role
 
+    @property
+    def role(self) -> str:
+        """The role now, as settings name it."""
+        return next(name for name, role in ROLES.items() if role == self._role)
+
     async def GetInfo(
         self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetInfoResponse:
@@ -105,4 +110,5 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             generated_tokens=load.generated_tokens,
             steps=load.steps,
             draining=self._host.draining.is_set(),
+            stalled=bool(self._host.stalled),
         )

@@ -144,6 +144,28 @@ def test_memory_that_cannot_be_cut_is_refused_with_both_values() -> None:
         slice_between(source, token_first)
 
 
+def test_blocks_whose_tokens_are_mixed_are_read_whole_or_by_heads() -> None:
+    """O-06, O-07: an engine that orders the tokens of a block in its own way, as on the CPU."""
+    source, reader, half, large = (
+        FakeRank(heads=2),
+        FakeRank(heads=2),
+        FakeRank(heads=1, first_head=1),
+        FakeRank(block_tokens=8),
+    )
+    for rank in (source, reader, half, large):
+        rank.memory.token_stride_bytes = 0
+    assert slice_between(source.memory, reader.memory) is None
+    blocks, here = Blocks(0, [3, 5]), Blocks(0, [8, 1])
+    source.write(blocks)
+    cut = slice_between(source.memory, half.memory)
+    assert cut is not None
+    receive = Receive("r", "h", 0, 1, [Part("s", source.memory, cut)], 0.0, here)
+    copy(receive.plan(half.memory, receive.parts[0], Chunk(blocks, verified=False)))
+    assert np.array_equal(half.of_prompt(here), cells(2, [1], range(8)))
+    with pytest.raises(LayoutMismatchError, match=r"4 tokens.* 8 and"):
+        slice_between(source.memory, large.memory)
+
+
 def test_ranks_without_common_heads_have_nothing_to_read() -> None:
     """O-07."""
     cut = slice_between(FakeRank(first_head=0).memory, FakeRank(first_head=2).memory)

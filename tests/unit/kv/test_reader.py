@@ -161,6 +161,24 @@ def test_a_full_hit_reads_nothing_and_still_says_that_it_is_done(exchange: Excha
     assert exchange.wire.sent[-1][1].done.handoff_ids == ["h"]
 
 
+def test_a_receive_that_is_skipped_says_that_it_is_done_and_nothing_more(exchange: Exchange) -> None:
+    """O-27: the whole prompt is here, so the engine never makes room for it."""
+    exchange.expect()
+    exchange.chunks(2)
+    exchange.wire.asked()
+    exchange.reader.skip("r")
+    exchange.reader.skip("r")
+    assert [(name, list(signal.done.handoff_ids)) for name, signal in exchange.wire.sent] == [("s", ["h"])]
+    exchange.ready(1, 2, 3)
+    exchange.final()
+    for _ in range(150):
+        exchange.wire.now_s += 0.1
+        assert exchange.reader.tick() == []
+    assert exchange.wire.asked() == []
+    assert exchange.wire.reads == []
+    assert exchange.wire.outcomes == []
+
+
 @pytest.mark.parametrize("order", ["read first", "digest first"])
 def test_a_wrong_byte_fails_it_and_names_the_blocks(exchange: Exchange, order: str) -> None:
     """O-02, O-15: wrong bytes never count as received."""
@@ -237,6 +255,25 @@ def test_without_digests_no_block_of_a_failed_receive_is_believed() -> None:
     exchange.wire.complete()
     exchange.wire.lose("s", again=False)
     assert exchange.wire.outcomes[0].missing == list(HERE)
+
+
+def test_a_sample_of_digests_finds_wrong_bytes_but_shows_no_block_to_be_right(exchange: Exchange) -> None:
+    """O-02: of a failed receive nothing is kept on its word."""
+    for number in range(2):
+        exchange.expect(f"r{number}")
+        exchange.begin(request_id=f"r{number}")
+        exchange.ready(0, 0, 5)
+        exchange.wire.complete()
+        found = [digest(piece) for piece in pieces(exchange.source.memory, Blocks(0, THERE), None, (0, 20))]
+        sample = [each if index == 2 else b"" for index, each in enumerate(found)]
+        if number == 1:
+            exchange.rank.cells[0, HERE[2], 0, 0, 0] ^= 1
+        exchange.reader.digests("s", TransferDigest(handoff_id="h", digests=sample))
+        if number == 0:
+            exchange.wire.lose("s", again=False)
+        outcome = exchange.wire.outcomes.pop()
+        assert outcome.corrupt == (number == 1)
+        assert outcome.missing == list(HERE)
 
 
 @pytest.mark.parametrize("lost", [(0,), (3,), (4,), (1, 3)])

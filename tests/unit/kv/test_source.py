@@ -16,7 +16,7 @@ from unit.kv.kv_fakes import FakeRank
 class Listening:
     """A source, and what it says."""
 
-    def __init__(self, rank: FakeRank | None = None, *, verify: bool = False) -> None:
+    def __init__(self, rank: FakeRank | None = None, *, verify: int = 0) -> None:
         self.rank = rank or FakeRank()
         self.sent: list[tuple[str, TransferSignal]] = []
         self.renewed: list[str] = []
@@ -220,7 +220,7 @@ def test_digests_follow_for_each_way_of_cutting() -> None:
     rank = FakeRank(heads=4, block_tokens=8)
     blocks = Blocks(0, [3, 1])
     rank.write(blocks)
-    listening = Listening(rank, verify=True)
+    listening = Listening(rank, verify=1)
     listening.source.offer("h")
     cuts = (None, KvSlice(piece_tokens=4, first_head=0, heads=2), KvSlice(piece_tokens=4, first_head=2, heads=2))
     listening.source.announce("h", blocks)
@@ -236,9 +236,21 @@ def test_digests_follow_for_each_way_of_cutting() -> None:
     assert listening.digests() == [found[1]]
 
 
+def test_a_sample_of_the_pieces_has_digests() -> None:
+    rank = FakeRank()
+    blocks = Blocks(0, [3, 1, 5, 7, 2])
+    rank.write(blocks)
+    listening = Listening(rank, verify=3)
+    listening.source.offer("h")
+    listening.ticket()
+    listening.source.announce("h", blocks)
+    found = [digest(piece) for piece in pieces(rank.memory, blocks, None, (0, 20))]
+    assert listening.digests() == [[found[0], b"", b"", found[3], b""]]
+
+
 def test_digests_are_computed_one_chunk_at_a_time() -> None:
     """The thread goes on polling between them."""
-    listening = Listening(verify=True)
+    listening = Listening(verify=1)
     source = listening.source
     source.offer("h")
     listening.ticket()
@@ -257,7 +269,7 @@ def test_every_signal_fits_however_long_the_prompt_and_small_the_pieces(block_to
     """O-06: a reader with blocks of 8 tokens, a prompt of 100,000 tokens that was all cached."""
     count = 100_000 // block_tokens
     rank = FakeRank(layers=1, heads=1, block_tokens=block_tokens)
-    listening = Listening(rank, verify=True)
+    listening = Listening(rank, verify=1)
     listening.source.offer("h")
     listening.ticket(cut=KvSlice(piece_tokens=8, first_head=0, heads=1))
     listening.source.announce("h", Blocks(0, [number % rank.blocks for number in range(count)]))

@@ -95,6 +95,7 @@ class Worker:
         self.life = Life(address, address, "1")
         self.prefill = self.session = self
         self.prefill_tokens = 0
+        self.prefills: set[Callable[[str], None]] = set()
         self.calls: list[Call] = []
         self.slots: list[Slot] = []
         self.released: list[str] = []

@@ -34,6 +34,7 @@ class Rig:
             f"127.0.0.1:{self.port}",
             "router",
             RpcSettings(reconnect_min_s=0.05, reconnect_max_s=0.1),
+            timeout_s=5,
             accept=lambda _: None,
             changed=self.changed.set,
             load_changed=self.changed.set,

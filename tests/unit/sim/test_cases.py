@@ -167,14 +167,14 @@ def test_a_closed_loop_keeps_so_many_in_the_air() -> None:
 
 def test_attainment_counts_each_limit() -> None:
     one = kind(PLAIN, budget_tokens=2049)
-    rows = [(0.0, 16, 100), (0.5, 2048, 1)]
-    # One gap of 215 ms in 99: more than one in a hundred.
+    rows = [(0.0, 16, 100), (0.2, 2048, 1), (0.6, 2048, 1), (1.0, 2048, 1)]
+    # Three gaps of 215 ms in 99: more than one in a hundred.
     for slo, share in (
-        (SloLimits(itl_s=0.1), 0.5),
+        (SloLimits(itl_s=0.1), 0.75),
         (SloLimits(itl_s=0.3), 1.0),
-        (SloLimits(tpot_s=0.013), 1.0),
-        (SloLimits(tpot_s=0.0105), 0.5),
-        (SloLimits(ttft_s=0.1), 0.5),
+        (SloLimits(tpot_s=0.017), 1.0),
+        (SloLimits(tpot_s=0.0105), 0.75),
+        (SloLimits(ttft_s=0.1), 0.25),
     ):
         _, summary = run(fleet((one, BOTH, 1)), traffic(rows), slo=slo)
         assert summary.attainment == share, slo

@@ -127,11 +127,11 @@ class _Stream:
                 self._refused = True
                 await _answer(self._send, self._path, error)
                 return
+            self._begin_comments()
             await self._send(head)
             held, self._held = self._held, []
             for message in held:
                 await self._transmit(message)
-            self._begin_comments()
 
     def _refusal(self) -> dict[str, Any] | None:
         if self.admission.refusal is not None:
@@ -161,7 +161,7 @@ class _Stream:
         await self._send(message)
 
     def _begin_comments(self) -> None:
-        self._open, self._sent_s = self._open or not self._held, time.monotonic()
+        self._open, self._sent_s = True, time.monotonic()
         if self._comment_s:
             self._tasks.append(asyncio.create_task(self._comment()))
 
@@ -169,8 +169,10 @@ class _Stream:
         while True:
             await asyncio.sleep(self._comment_s - (time.monotonic() - self._sent_s))
             async with self._sending:
-                if self._open and self._complete and time.monotonic() - self._sent_s >= self._comment_s:
-                    self._sent_s = time.monotonic()
+                if time.monotonic() - self._sent_s < self._comment_s:
+                    continue
+                self._sent_s = time.monotonic()
+                if self._open and self._complete:
                     await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     async def end_with(self, error: Exception) -> bool:

@@ -119,7 +119,7 @@ def key_of(name: str) -> str | None:
 
 
 def find(name: str) -> ModelShape:
-    """The shape of a model: a folder with a config.json, such a file, or a name of the catalogue. Raises ConfigError."""
+    """The shape of a model: a folder with a config.json, such a file, or a catalogue name. Raises ConfigError."""
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twostroke.sim.perf.levels import LEVELS, PRIOR, SPREADS, Setting, groups
-from twostroke.sim.perf.measured import Prepared
+from twostroke.sim.perf.measured import Fittable
 
 Floats = NDArray[np.float64]
 
@@ -36,7 +36,7 @@ class Fitted:
         """The setting's efficiencies on the fit's scale. Groups that were not fitted add nothing."""
         return PRIOR + sum((self.added[key] for key in groups(setting) if key in self.added), np.zeros(_SIZE))
 
-    def errors(self, runs: Sequence[Prepared]) -> Floats:
+    def errors(self, runs: Sequence[Fittable]) -> Floats:
         """Logarithms of predicted over measured: a row per run, TTFT and TPOT."""
         return np.array([each.predict(self.scaled(each.setting)) - each.observed for each in runs])
 
@@ -44,7 +44,7 @@ class Fitted:
 class _Problem:
     """The posterior's pieces: runs as blocks of parameters, one block per group."""
 
-    def __init__(self, runs: Sequence[Prepared]) -> None:
+    def __init__(self, runs: Sequence[Fittable]) -> None:
         self.runs = runs
         self.index: dict[str, int] = {}
         spreads: list[float] = []
@@ -61,7 +61,7 @@ class _Problem:
         self.columns = [(block[:, None] * _SIZE + np.arange(_SIZE)).ravel() for block in self.blocks]
 
     def scaled(self, x: Floats, run: int) -> Floats:
-        return PRIOR + x.reshape(-1, _SIZE)[self.blocks[run]].sum(axis=0)
+        return np.asarray(PRIOR + x.reshape(-1, _SIZE)[self.blocks[run]].sum(axis=0))
 
     def misses(self, x: Floats) -> Floats:
         return np.array([each.observed - each.predict(self.scaled(x, i)) for i, each in enumerate(self.runs)])
@@ -89,7 +89,7 @@ class _Problem:
         return np.asarray(weighted.T @ np.linalg.solve(inner, misses + slopes @ x))
 
 
-def fit(runs: Sequence[Prepared], start: Fitted | None = None) -> Fitted:
+def fit(runs: Sequence[Fittable], start: Fitted | None = None) -> Fitted:
     """Fits the groups of these runs. start: what to start from, as when one run fewer is fitted on; saves rounds."""
     problem = _Problem(runs)
     x = np.zeros(len(problem.prior_spread))

@@ -56,28 +56,21 @@ class Calibration:
     def to_json(self) -> str:
         """For the package's data file."""
         added = {key: [round(float(v), 3) for v in values] for key, values in sorted(self.fitted.added.items())}
-        return (
-            json.dumps(
-                {
-                    "format": FORMAT,
-                    "efficiencies": EFFICIENCY_NAMES,
-                    "spreads": {k: [round(s.ttft, 4), round(s.tpot, 4)] for k, s in sorted(self.spreads.items())},
-                    "runs": self.runs,
-                    "added": added,
-                },
-                separators=(",", ":"),
-            ).replace('"', '"')
-            + "\n"
-        )
+        content = {
+            "format": FORMAT,
+            "efficiencies": EFFICIENCY_NAMES,
+            "spreads": {key: [round(s.ttft, 4), round(s.tpot, 4)] for key, s in sorted(self.spreads.items())},
+            "runs": self.runs,
+            "added": added,
+        }
+        return json.dumps(content, separators=(",", ":")) + "\n"
 
 
 def from_json(text: str) -> Calibration:
     """Raises ConfigError when it is of another format, or of other efficiencies than this version's."""
     found = json.loads(text)
     if found.get("format") != FORMAT or tuple(found["efficiencies"]) != EFFICIENCY_NAMES:
-        raise ConfigError(
-            "the efficiencies are of another version; make them again, see twostroke.sim.perf.calibration"
-        )
+        raise ConfigError("the efficiencies are of another version; run twostroke.sim.perf.calibration again")
     return Calibration(
         Fitted({key: np.array(values) for key, values in found["added"].items()}),
         {key: Spread(*values) for key, values in found["spreads"].items()},

@@ -9,6 +9,7 @@ whatever is known about its like.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,4 +83,5 @@ def efficiencies(scaled: Floats) -> Efficiencies:
     values = np.where(_IS_RATIO, 1 / (1 + np.exp(-scaled)), times)
     if values.ndim == 1:
         return Efficiencies(*values.tolist())
-    return Efficiencies(*(values[:, [index]] for index in range(values.shape[-1])))
+    columns: Any = [values[:, [index]] for index in range(values.shape[-1])]
+    return Efficiencies(*columns)

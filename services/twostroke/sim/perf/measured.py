@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,22 @@ def setting_of(run: Run) -> Setting:
     )
 
 
+class Fittable(Protocol):
+    """A run that efficiencies can be fitted on; see Prepared."""
+
+    @property
+    def run(self) -> Run: ...
+    @property
+    def setting(self) -> Setting: ...
+    @property
+    def pressed(self) -> bool: ...
+    @property
+    def observed(self) -> Floats: ...
+    def predict(self, scaled: Floats) -> Floats:
+        """See Prepared."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """An aggregated run whose steps are known; only what they take is not."""
@@ -54,7 +71,7 @@ class Prepared:
         ttft_s, tpot_s, _ = steps.times(base_s, model.context_token_s())
         before_s = given.first_token_s + given.first_token_per_token_s * steps.inputs.mean()
         mean_ttft_s = ttft_s.mean(axis=-1) + np.squeeze(before_s)
-        return np.log(np.stack([mean_ttft_s, tpot_s.mean(axis=-1)], axis=-1))
+        return np.asarray(np.log(np.stack([mean_ttft_s, tpot_s.mean(axis=-1)], axis=-1)))
 
 
 def prepare(runs: list[Run]) -> list[Prepared]:

@@ -1,4 +1,4 @@
-"""Measured runs on two pools: predicted by simulation in time, fitted by the decode batches that the simulation finds."""
+"""Measured runs on two pools: predicted by simulation in time, fitted by the decode batches that it finds."""
 
 from __future__ import annotations
 

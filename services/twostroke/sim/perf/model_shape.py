@@ -160,7 +160,7 @@ class ModelShape:
 
 
 def from_config(config: Mapping[str, Any], name: str = "model") -> ModelShape:
-    """The shape that a config.json describes. Raises ConfigError, naming the field, where something needed is absent."""
+    """The shape that a config.json describes. Raises ConfigError, naming the field that is needed and absent."""
     text = config.get("text_config", config)
 
     def get(*names: str, default: int | None = None) -> int:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from twostroke.errors import ConfigError
 from twostroke.sim.perf import catalogue, hardware
-from twostroke.sim.perf.closed_loop import Scheduler, Workload
 from twostroke.sim.perf.hardware import Hardware
+from twostroke.sim.perf.load import Scheduler, Workload
 from twostroke.sim.perf.model_shape import ModelShape
 from twostroke.sim.perf.roofline import Parallel, Precision, precision
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twostroke.sim.perf.levels import LEVELS, PRIOR, SPREADS, groups
-from twostroke.sim.perf.measured import Prepared
+from twostroke.sim.perf.measured import Fittable
 
 Floats = NDArray[np.float64]
 
@@ -23,7 +23,7 @@ _ERROR = 0.05  # expected of one observation
 _SPREAD = 0.6  # of the levels' standard deviations; the whole would go for the extremes only
 
 
-def choose(runs: Sequence[Prepared], share: float = SHARE) -> list[int]:
+def choose(runs: Sequence[Fittable], share: float = SHARE) -> list[int]:
     """Indices of the runs to fit on: of every (model, system) the share, rounded down but at least one.
 
     Runs that press against their KV memory are not taken while there are others.
@@ -47,7 +47,7 @@ def choose(runs: Sequence[Prepared], share: float = SHARE) -> list[int]:
     return sorted(chosen)
 
 
-def _covariance(runs: Sequence[Prepared]) -> Floats:
+def _covariance(runs: Sequence[Fittable]) -> Floats:
     """What the prior says about the common errors of the predicted times between tokens."""
     variants = np.vstack([PRIOR, PRIOR + _SHIFT * np.eye(len(PRIOR))])
     found = np.array([each.predict(variants)[:, 1] for each in runs])

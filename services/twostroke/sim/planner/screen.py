@@ -200,7 +200,7 @@ class Screener:
             return 1.0
         rate = self.load.rate / workers * float((chunks * long).mean())
         mean = rate * tpot_s * self.load.output_tokens
-        allowed = math.floor(TAIL * (self.load.output_tokens - 1))
+        allowed = max(1, math.floor(TAIL * (self.load.output_tokens - 1)))
         term = total = math.exp(-min(mean, 700))
         for count in range(1, allowed + 1):
             term *= mean / count

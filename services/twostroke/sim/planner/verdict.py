@@ -77,7 +77,7 @@ def judge(
     if answer == "undecided" and meets[id(two)] != meets[id(one)]:
         better = two if meets[id(two)] else one
     corners = lab.run([Trial(better.config, lab.question.slo, most=most, speed=speed) for speed in speeds])
-    flips = find_flips(lab, two, one, better is two, most) if with_flips else ()
+    flips = find_flips(lab, two, _equal(two, one), most) if with_flips else ()
     return Verdict(
         answer, better, two, one, two_capacity, one_capacity, ratio, low, high, meets[id(better)], tuple(corners), flips
     )
@@ -117,8 +117,17 @@ def capacities(
     return low
 
 
-def find_flips(lab: Lab, two: Candidate, one: Candidate, two_wins: bool, most: int) -> tuple[Flip, ...]:
-    """The nearest change of rate, prompt length, link, ITL limit, TTFT limit and chunk budget that turns it round."""
+def _equal(two: Candidate, one: Candidate) -> Candidate:
+    """The one pool with as many GPUs as the two have, as far as its replicas allow."""
+    spec = one.config.decode_spec
+    replicas = max(1, two.config.gpus // (spec.tp * spec.pp * spec.dp))
+    return replace(one, config=replace(one.config, both=replicas))
+
+
+def find_flips(lab: Lab, two: Candidate, one: Candidate, most: int) -> tuple[Flip, ...]:
+    """The nearest change of each thing that turns round which of two fleets of equal size is better."""
+    first, second = lab.run([Trial(each.config, lab.question.slo, most=most) for each in (two, one)])
+    two_wins = _two_win(first, second, lab.question.target)
     slo = lab.question.slo
     traffic = lab.question.traffic
     rate = len(traffic) / traffic.span_s if traffic.span_s else 0.0
@@ -153,7 +162,7 @@ def _flip(
         results = lab.run([_changed(each, what, by, lab.question.slo, most) for by in changes for each in (two, one)])
         for index, by in enumerate(changes):
             first, second = results[2 * index], results[2 * index + 1]
-            if _two_win(first, second, two, one, lab.question.target) != two_wins:
+            if _two_win(first, second, lab.question.target) != two_wins:
                 return Flip(what, text.format(now * by), "one pool" if two_wins else "two pools")
     return Flip(what, None)
 
@@ -176,12 +185,9 @@ def _changed(each: Candidate, what: str, by: float, slo: SloLimits, most: int) -
     return replace(trial, slo=replace(slo, **{name: getattr(slo, name) * by}))
 
 
-def _two_win(two: Summary, one: Summary, first: Candidate, second: Candidate, target: float) -> bool:
-    """Whether a user would take two pools: who meets the target; of two who do the cheaper; else the better."""
+def _two_win(two: Summary, one: Summary, target: float) -> bool:
+    """Whether two pools are the better of two fleets of equal size; where both are as good, one pool is simpler."""
     two_meets, one_meets = two.attainment >= target, one.attainment >= target
-    if two_meets != one_meets:
-        return two_meets
-    two_cost, one_cost = first.config.dollars_per_hour, second.config.dollars_per_hour
-    if two_meets:
-        return two_cost < one_cost * (1 - 1e-9)
-    return two.goodput / max(two_cost, 1e-9) > (1 + NEAR) * one.goodput / max(one_cost, 1e-9)
+    if two_meets or one_meets:
+        return two_meets and not one_meets
+    return two.goodput > (1 + NEAR) * one.goodput

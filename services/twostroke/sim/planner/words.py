@@ -79,7 +79,7 @@ def flips(verdict: Verdict) -> Iterator[str]:
         if flip.value is None:
             yield f"{flip.what}: no change up to a factor of 4 either way"
         else:
-            yield f"{flip.what}: at {flip.value} the answer becomes {flip.winner}"
+            yield f"{flip.what}: at {flip.value} {flip.winner} is the better choice"
 
 
 def show(console: Console, question: Question, found: Found, verdict: Verdict, rows: int = 10) -> None:
@@ -88,7 +88,7 @@ def show(console: Console, question: Question, found: Found, verdict: Verdict, r
     for index, text in enumerate(headline(verdict, question)):
         line(console, text, "" if index else "bold")
     if verdict.flips:
-        line(console, "What would change the answer:", "bold")
+        line(console, "What would turn it round between these two pools and one pool of as many GPUs:", "bold")
         for text in flips(verdict):
             line(console, f"  {text}")
     table = Table(title="simulated fleets, best first", title_justify="left")

@@ -8,7 +8,7 @@ const $ = (id) => document.getElementById(id);
 const POLL_MS = 1000, POINTS = 120, WINDOW_MS = 60000, SHOWN = 50;
 
 const history = [], rows = new Map(), open = new Set();
-let last = null, latest = [], held = false, asked = false;
+let last = null, latest = [], held = false, asked = false, drawn = null;
 
 function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
@@ -54,11 +54,16 @@ function show(state) {
   latest = requests;
   remember(cluster, requests);
   showFigures();
-  $("topology").replaceChildren(topology(cluster, Math.max(300, $("topology").clientWidth)));
+  draw(cluster);
   showWorkers(cluster, state.actions);
   showLinks(cluster);
   if (!held) showRequests();
   showModels(state.models);
+}
+
+function draw(cluster) {
+  drawn = cluster;
+  $("topology").replaceChildren(topology(cluster, Math.max(280, $("topology").clientWidth)));
 }
 
 function remember(cluster, requests) {
@@ -111,9 +116,12 @@ function cells(row, texts) {
   });
 }
 
+const nameOf = (worker) => worker.info?.worker_id ?? worker.address;
+
 function showWorkers(cluster, actions) {
   document.querySelector("th.act").hidden = !actions.length;
-  table($("workers"), cluster.workers, (worker) => worker.address, (row, worker) => {
+  const workers = [...cluster.workers].sort((a, b) => nameOf(a).localeCompare(nameOf(b)));
+  table($("workers"), workers, (worker) => worker.address, (row, worker) => {
     const load = worker.load ?? {}, info = worker.info ?? {}, blocks = info.total_blocks ?? 0;
     const free = blocks ? `${blocks - (load.used_blocks ?? 0)} of ${blocks}` : "-";
     cells(row, [info.worker_id || "?", short(load.role ?? info.role ?? "?"), short(worker.state), String(load.running_requests ?? "-"),
@@ -261,6 +269,7 @@ $("theme").addEventListener("click", () => {
   localStorage.setItem("theme", names[(names.indexOf(now) + 1) % names.length]);
   paint();
 });
+addEventListener("resize", () => { if (drawn) draw(drawn); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
 $("keys-open").addEventListener("click", askKeys);
 $("hold").addEventListener("click", () => {
