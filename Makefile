@@ -5,6 +5,7 @@ MODEL ?=
 ARGS ?=
 URL ?= http://127.0.0.1:8000
 PIP_ARGS ?=
+COMPOSE_TARGET ?= reference
 VENV ?= .venv
 # Of the supported versions the first that really runs: a version manager's shim may be there without its Python.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -21,7 +22,7 @@ BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install up down status test test-fast lint proto parity fuzz bench-router bench-start bench-sim bench-policy bench-pull bench-handoff soak-fence clean
+.PHONY: help install up down status test test-fast lint proto parity fuzz bench-router bench-start bench-sim bench-policy bench-pull bench-handoff bench-faults soak-fence clean docs test-compose
 
 help: ## Lists these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +54,12 @@ lint: $(BASE) $(GENERATED) ## Checks style, types and protos
 	@$(BIN)/mypy
 	@cd protos && $(abspath $(BIN))/buf lint
 
+docs: $(BASE) $(GENERATED) ## Writes the tables of docs/operations.md and docs/errors.md from the code
+	@$(BIN)/python -m twostroke.reference docs
+
+test-compose: $(BASE) $(GENERATED) ## Tests the containers (COMPOSE_TARGET=reference or cpu): clients, faults, networks
+	@COMPOSE_TARGET=$(COMPOSE_TARGET) $(BIN)/python -m pytest tests/compose -p no:cacheprovider
+
 proto: $(BASE) ## Generates services/twostroke/v1 from protos/
 	@$(BIN)/python setup.py proto
 
@@ -82,6 +89,9 @@ bench-handoff: install ## Measures the hand-off next to vLLM's stock connector; 
 
 bench-sim: $(BASE) $(GENERATED) ## Measures simulator, planner and controllers; writes build/bench/sim.json
 	@$(BIN)/python -m twostroke.bench.sim $(ARGS)
+
+bench-faults: $(BASE) $(GENERATED) ## Breaks a cluster on the reference engine on purpose; writes build/bench/faults.json
+	@$(BIN)/python -m twostroke.bench.faults $(ARGS)
 
 soak-fence: install ## Looks for bytes that land after a transfer was given up; writes build/bench/soak_fence.json
 	@$(BIN)/python -m twostroke.bench.soak_fence $(ARGS)

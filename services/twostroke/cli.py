@@ -254,6 +254,16 @@ def profile(context: typer.Context) -> None:
     _tool("profile", context.args)
 
 
+@app.command(rich_help_panel="Without a cluster")
+def claims(
+    seconds: Annotated[float, typer.Option(min=30, metavar="SECONDS", help="Arrivals of each experiment.")] = 300,
+) -> None:
+    """Simulates the numbers that are told about two pools, each against one pool, untuned and tuned. Takes a minute."""
+    from twostroke.sim.perf import claims_command
+
+    claims_command.run(seconds)
+
+
 def _tool(name: str, argv: Sequence[str]) -> NoReturn:
     from twostroke.sim import cli
 

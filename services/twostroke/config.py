@@ -51,6 +51,12 @@ class _ProcessSettings(_Settings):
         "", description="host:port or URL of an OTLP/gRPC receiver, such as localhost:4317, to send traces to."
     )
 
+    @property
+    def otlp_url(self) -> str:
+        """The receiver's URL; empty when tracing is off."""
+        plain = bool(self.otlp_endpoint) and "://" not in self.otlp_endpoint
+        return f"http://{self.otlp_endpoint}" if plain else self.otlp_endpoint
+
 
 class RpcSettings(BaseModel):
     """How gRPC servers and channels behave, on both sides alike."""

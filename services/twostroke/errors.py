@@ -26,6 +26,7 @@ and whether a retry makes sense. `rpc/status.py` is the only place that turns th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import ClassVar
 
@@ -45,6 +46,18 @@ class Code(IntEnum):
     UNAVAILABLE = 14
     DATA_LOSS = 15
     UNAUTHENTICATED = 16
+
+
+HTTP_STATUS: Mapping[Code, int] = {
+    Code.INVALID_ARGUMENT: 400,
+    Code.UNAUTHENTICATED: 401,
+    Code.PERMISSION_DENIED: 403,
+    Code.NOT_FOUND: 404,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.UNAVAILABLE: 503,
+    Code.DEADLINE_EXCEEDED: 504,
+}
+"""Over HTTP; what is not here is a 500."""
 
 
 class TwostrokeError(Exception):

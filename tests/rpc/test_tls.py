@@ -81,7 +81,7 @@ async def test_a_server_of_another_name_or_ca_is_not_spoken_to(folder: Path, tmp
 
 async def test_files_that_are_not_there_are_named_by_their_flag(folder: Path) -> None:
     missing = RpcSettings(tls_ca=str(folder / "none.pem"))
-    with pytest.raises(ConfigError, match="--rpc-tls-ca .*none.pem: No such file"):
+    with pytest.raises(ConfigError, match=r"--rpc-tls-ca .*none\.pem: No such file"):
         connect("127.0.0.1:1", missing)
     with pytest.raises(ConfigError, match="--rpc-tls-cert needs --rpc-tls-key"):
         await Server(RpcSettings(tls_cert=str(folder / "ca.pem")), (), frozenset()).start("127.0.0.1", 0)

@@ -25,6 +25,7 @@ ALLOWED = {
     "sim": {"measures", "policy", "rpc", "launch", "flags"},
     "bench": {"measures", "sim", "rpc", "client", "launch", "telemetry", "policy", "engine", "kv"},
     "flags": set(),
+    "reference": {"flags"},
     "errors": set(),
     "config": set(),
     "cli": {"launch", "router", "worker", "bench", "sim"},

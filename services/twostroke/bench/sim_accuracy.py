@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from twostroke.bench.command import command_line, finish, make_console
 from twostroke.bench.record import Check, Record, Value
 from twostroke.policy.step_model import StepBatch, chunk_pairs
-from twostroke.sim.perf import calibration, catalogue, fitted, hardware
+from twostroke.sim.perf import calibration, catalogue, fitted, hardware, runs
 from twostroke.sim.perf.calibration import Sample
 from twostroke.sim.perf.fitted import Calibration
-from twostroke.sim.perf.measured import Prepared
-from twostroke.sim.perf.measured_pools import PoolRun
+from twostroke.sim.perf.measured import Prepared, prepare
+from twostroke.sim.perf.measured_pools import PoolRun, unprepared
 from twostroke.sim.perf.roofline import Parallel, RooflineStepModel, precision
 from twostroke.sim.perf.transfer import MOONCAKE_TABLES
 
@@ -67,15 +67,31 @@ class Held:
             yield wanted, Held([self.runs[index] for index in rows], self.errors[rows])
 
 
-def accuracy(data: Path = DATA, left_out: bool = True) -> tuple[list[Row], list[Check]]:
-    """Rows and checks. left_out: also fits again without each family and each system, which takes minutes.
+def accuracy(record: Record, data: Path = DATA, left_out: bool = True) -> None:
+    """Adds rows and checks. left_out: also fits again without each family and each system, which takes minutes.
 
-    Raises ConfigError when the data are not there.
+    data: a folder with the silicon sample, itself or in its folder calibration; else the sample that lies beside the
+    tests is taken. Raises ConfigError when there is none.
     """
+    rows, checks = figures(_folder(data), left_out)
+    for row in rows:
+        record.row(**row)
+    record.checks += checks
+
+
+def _folder(data: Path) -> Path:
+    names = (runs.SAMPLE, f"{runs.SAMPLE}.gz")
+    places = (data, data / "calibration")
+    return next((place for place in places if any((place / name).exists() for name in names)), DATA)
+
+
+def figures(data: Path, left_out: bool) -> tuple[list[Row], list[Check]]:
+    """The rows and checks themselves."""
     known = fitted.shipped()
-    sample = calibration.sample(data)
-    one_pool = _held(known, sample.one_pool)
-    two_pools = _held(known, sample.two_pools)
+    measured = runs.read(data)
+    alone = prepare([run for run in measured if run.prefill is None])
+    one_pool = _held(known, alone)
+    two_pools = _held(known, [unprepared(run) for run in measured if run.prefill is not None])
     whole = one_pool.row("one pool", "all", known)
     rows = [whole]
     for part, key in _PARTS:
@@ -83,10 +99,10 @@ def accuracy(data: Path = DATA, left_out: bool = True) -> tuple[list[Row], list[
     rows.append(two_pools.row("two pools", "all", known))
     rows += [held.row("two pools by system", name, known) for name, held in two_pools.by(lambda each: each.run.system)]
     if left_out:
-        rows += _left_out(sample, known)
+        rows += _left_out(alone, known)
     transfers = _transfers()
     rows += transfers
-    rows += _splitwise(data / SPLITWISE)
+    rows += _splitwise(DATA / SPLITWISE)
     return rows, _checks(one_pool, known, max(abs(_number(row["error"])) for row in transfers))
 
 
@@ -105,16 +121,15 @@ def _held(known: Calibration, given: Sequence[AnyRun]) -> Held:
     return Held(rest, calibration.errors(known.fitted, rest))
 
 
-def _left_out(sample: Sample, known: Calibration) -> list[Row]:
+def _left_out(alone: list[Prepared], known: Calibration) -> list[Row]:
     """One pool only: figures of every family, and of every system, by a fit that never saw it."""
-    alone = Sample(sample.one_pool, [], [index for index in sample.chosen if index < len(sample.one_pool)])
+    used = set(known.runs)
+    sample = Sample(alone, [], [index for index, each in enumerate(alone) if each.run.name in used])
+    spread = np.log([known.spreads[fitted.DEPTHS[2]].ttft, known.spreads[fitted.DEPTHS[2]].tpot])
     rows: list[Row] = []
     for part, key in _PARTS[:2]:
-        found = calibration.without(alone, known.fitted, key)
-        for name, errors in found.items():
-            runs = [each for each in alone.one_pool if key(each) == name]
-            spread = np.log([known.spreads[fitted.DEPTHS[2]].ttft, known.spreads[fitted.DEPTHS[2]].tpot])
-            row = Held(runs, errors).row(f"{part} left out", name)
+        for name, errors in calibration.without(sample, known.fitted, key).items():
+            row = Held([each for each in alone if key(each) == name], errors).row(f"{part} left out", name)
             covered = (np.abs(errors) <= spread).mean(axis=0)
             rows.append({**row, "ttft_covered": float(covered[0]), "tpot_covered": float(covered[1])})
     return rows
@@ -198,10 +213,7 @@ def main(
 ) -> None:
     """Prints the table and writes build/bench/sim_accuracy.json."""
     record = Record("sim_accuracy", command_line("sim_accuracy"))
-    rows, checks = accuracy(data, not quick)
-    for row in rows:
-        record.row(**row)
-    record.checks += checks
+    accuracy(record, data, not quick)
     finish(record, make_console())
 
 

@@ -37,6 +37,7 @@ class _Reception:
     """Leading blocks that are here."""
     moved_s: float
     """When the last of them came."""
+    reads: int = 0
 
 
 class Inbox:
@@ -112,6 +113,7 @@ class Inbox:
         self._pool.segment.words[sequence.blocks[reception.read : ready]] = received
         self.received_bytes += received.nbytes
         reception.read = ready
+        reception.reads += 1
         reception.moved_s = self._clock()
 
     def _complete(self, sequence: Sequence, reception: _Reception, first_token: int) -> None:
@@ -120,7 +122,7 @@ class Inbox:
         self.drop(sequence)
         full = sequence.prompt_tokens // self._pool.block_size_tokens
         publish_full_blocks(sequence, sequence.fetch_from, full, self._pool)
-        sequence.received(first_token if reception.handoff.in_progress else None)
+        sequence.received(first_token if reception.handoff.in_progress else None, reception.reads)
 
 
 def probe(endpoint: KvEndpoint, epoch: str, block_size_tokens: int, folder: Path) -> LinkReport:

@@ -53,6 +53,7 @@ class Sequence:
     """The prompt's statistics have been reported."""
     cached_tokens: int = 0
     transferred_tokens: int = 0
+    transfer_chunks: int = 0
     computed_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -100,9 +101,11 @@ class Sequence:
         self.early = False
         self.digests = digests(self.tokens)
 
-    def received(self, first_token: int | None) -> None:
-        """The prompt's KV is in the blocks. first_token: prefill's; it counts where there is none yet."""
+    def received(self, first_token: int | None, chunks: int) -> None:
+        """The prompt's KV is in the blocks. first_token: prefill's; it counts where there is none yet. chunks: reads
+        that it took."""
         self.handoff = None
+        self.transfer_chunks = chunks
         self.computed = self.prompt_tokens
         self.transferred_tokens = self.prompt_tokens - self.cached_tokens
         if first_token is not None and not self.generated:
@@ -119,4 +122,5 @@ class Sequence:
             computed_tokens=self.computed_tokens,
             queue_ms=(first_step_s - self.admitted_s) * 1e3,
             run_ms=(now_s - first_step_s) * 1e3,
+            transfer_chunks=self.transfer_chunks,
         )

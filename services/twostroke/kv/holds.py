@@ -1,14 +1,15 @@
 """The hold table: one word per hand-off that says whether its blocks are still held.
 
 Readers fetch the word after the blocks, as they fetch the blocks: one-sided, so a source that is busy or stopped
-answers all the same. A generation is never used twice, and release changes the word before the blocks are given away;
-what was read while the word stayed the same was held.
+answers all the same. A generation is 64 random bits, so never used twice, and release changes the word before the
+blocks are given away; what was read while the word stayed the same was held.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,17 +51,16 @@ class Holds:
     def __init__(self, table: HoldTable) -> None:
         self._table = table
         self._free = list(range(SLOTS))
-        self._generation = int.from_bytes(os.urandom(6), "big") << 8
-        """Starts at a random place, so that a reader of an earlier life finds no word of its own."""
 
     def take(self) -> tuple[int, int]:
         """A slot and its generation. Raises OverloadedError when all are taken."""
         if not self._free:
             raise OverloadedError(f"{SLOTS} hand-offs are held; release some")
         slot = self._free.pop()
-        self._generation += 1
-        self._table.set(slot, self._generation)
-        return slot, self._generation
+        # Random, so that a hand-off's word tells nobody another one's, nor an earlier life's; 0 is no hold.
+        generation = secrets.randbelow(2**64 - 1) + 1
+        self._table.set(slot, generation)
+        return slot, generation
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Ends holds; call before their blocks are given away."""

@@ -152,19 +152,24 @@ class Costing:
         )
 
     def lent_chunk_tokens(self, worker: WorkerSnapshot) -> int:
-        """The largest chunk that leaves the answers on a worker their time between tokens; 0 when none does, and when
-        it is lent already."""
+        """The largest chunk that leaves the answers on a worker their time between tokens to the prompt's end; 0 when
+        none does, and when the worker is lent already."""
         if worker.pending_prompt_tokens:
             return 0
         most_s = self.limits.lent_itl * worker.slo.itl_s
-        chunk = worker.step_budget_tokens - worker.running_sequences
         answers, context = max(1, worker.running_sequences), worker.context_tokens
-        while chunk >= self.limits.min_chunk_tokens:
-            pairs = chunk_pairs(self.request.prompt_tokens // 2, chunk)
-            if worker.step_model.step_s(StepBatch(answers, context, chunk, pairs, 1)) <= most_s:
-                return chunk
-            chunk //= 2
-        return 0
+
+        def step_s(chunk: int) -> float:
+            pairs = chunk_pairs(max(0, self.request.prompt_tokens - chunk), chunk)
+            return worker.step_model.step_s(StepBatch(answers, context, chunk, pairs, 1))
+
+        low, high = self.limits.min_chunk_tokens, worker.step_budget_tokens - worker.running_sequences
+        if low > high or (low_s := step_s(low)) > most_s:
+            return 0
+        if (high_s := step_s(high)) <= most_s:
+            return high
+        # Step times are convex in the chunk: what fits below the chord fits.
+        return low + int((most_s - low_s) / (high_s - low_s) * (high - low))
 
     def estimate(self, option: Option, reading: Reading, writing: Writing, link: LinkSnapshot, kv: Kv) -> Estimate:
         """Both strokes together. link: between the two workers; not looked at where they are one."""

@@ -14,7 +14,10 @@ from twostroke.router.cluster_service import ClusterService
 from twostroke.router.dispatch import Dispatcher
 from twostroke.router.front_end import PlainFrontEnd
 from twostroke.router.grpc_edge import InferenceService
+from twostroke.router.observer import RequestObserver
 from twostroke.rpc.server import Server
+from twostroke.telemetry.scrape import ScrapeEndpoint
+from twostroke.telemetry.tracing import open_tracer
 from twostroke.v1 import cluster_pb2_grpc, inference_pb2_grpc
 
 if TYPE_CHECKING:
@@ -32,6 +35,8 @@ class Router:
         self._settings = settings
         router_id = settings.router_id or f"router-{settings.grpc_port}"
         self.dispatcher = Dispatcher(settings, router_id)
+        self._tracer = open_tracer(settings.otlp_url, settings.trace_ratio, "twostroke-router", router_id)
+        self._scrape = self._observe()
         self._access = Access.of(settings)
         self._server = Server(settings.rpc, SERVICES, frozenset(), self._access.guard)
         self._inference = InferenceService(self.dispatcher)
@@ -41,6 +46,21 @@ class Router:
         self._http: HttpEdge | None = None
         self._http_started = asyncio.Event()
 
+    def _observe(self) -> ScrapeEndpoint | None:
+        """Has the dispatcher's requests observed; returns where their numbers are read."""
+        settings, dispatcher = self._settings, self.dispatcher
+        if not settings.metrics:
+            dispatcher.observer = RequestObserver(self._tracer, None, log_prompts=settings.log_prompts)
+            return None
+        from twostroke.router.metrics import ClusterMetrics, RequestMetrics
+        from twostroke.telemetry.metrics import Registry
+
+        registry = Registry()
+        registry.collect_from(ClusterMetrics(dispatcher.pool, dispatcher))
+        counted = RequestMetrics(registry)
+        dispatcher.observer = RequestObserver(self._tracer, counted, log_prompts=settings.log_prompts)
+        return ScrapeEndpoint(registry.render)
+
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, then drains. Raises ConfigError for a port that is taken or a model that is refused."""
         settings = self._settings
@@ -48,6 +68,8 @@ class Router:
         port = await self._server.start(settings.host, settings.grpc_port, "--grpc-port")
         log.info("gRPC on %s:%d", settings.host, port)
         try:
+            if self._scrape is not None:
+                await self._scrape.start(settings.host, settings.metrics_port)
             max_model_len_tokens = await self._load_front_end()
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -63,6 +85,10 @@ class Router:
             await self._server.drain(0.2)
             if self._http is not None:
                 self._http.close()
+            if self._scrape is not None:
+                await self._scrape.close()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
 
     async def _load_front_end(self) -> int:
         """Makes the front end; returns the sequence length that it promises, 0 for whatever the workers have."""

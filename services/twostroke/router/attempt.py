@@ -95,6 +95,7 @@ class Attempt:
 
     def _first_token(self, first: PrefillFirstToken) -> None:
         progress = self._progress
+        progress.trail.prefill_ended_s = time.monotonic()
         progress.trail.prefill_queue_ms, progress.trail.prefill_run_ms = first.stats.queue_ms, first.stats.run_ms
         # A later attempt's is not used: the client has this token and maybe more, and decode continues from those.
         if not progress.delivered:
@@ -184,7 +185,9 @@ class Attempt:
         progress.block_tokens = member.info.layout.block_size_tokens
         stroke = DecodeStroke(self, member, handoff, hold_back=handoff is not None and not progress.delivered)
         stroke.admit(request, progress.remaining_s())
+        progress.trail.admitted_on = member.worker_id
         if handoff is not None:
+            progress.trail.handoff_begun_s, progress.trail.handoff_ready_s = time.monotonic(), None
             self._pool.handoffs.receive(self._id, member)
         return stroke
 
@@ -233,8 +236,13 @@ class Attempt:
             trail.prefill_queue_ms, trail.prefill_run_ms = stats.queue_ms, stats.run_ms
             trail.prefill_worker_id = trail.decode_worker_id
         elif prefill.handoff is not None:
+            trail.handoff_ready_s = trail.decode_started_s
+            trail.handoff_bytes, trail.handoff_blocks = prefill.handoff.bytes, prefill.handoff.blocks
+            trail.handoff_chunks = stats.transfer_chunks
             if stats.transferred_tokens:
                 trail.transferred_bytes = prefill.handoff.bytes
+            if found := self._pool.links.report((prefill.member.address, decode.member.address)):
+                trail.handoff_lanes, trail.link_bytes_per_s = tuple(found.lanes), found.bytes_per_s
             self._pool.links.succeeded((prefill.member.address, decode.member.address))
             self._pool.handoffs.received(self._id)
 

@@ -10,9 +10,12 @@ from itertools import islice
 
 from twostroke.config import RouterSettings
 from twostroke.errors import DeadlineError, EngineError, InvalidRequestError, NoWorkerError, TwostrokeError
+from twostroke.router.edge import Edge
 from twostroke.router.flight import Flight
+from twostroke.router.observer import RequestObserver
 from twostroke.router.output import Output, Sink, Trail
 from twostroke.router.pool import WorkerPool
+from twostroke.telemetry.logs import RequestIds, request_ids
 from twostroke.v1.engine_pb2 import EngineRequest
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,8 @@ class Dispatcher:
         """Requests whose decode worker computed a transferred prompt again."""
         self.loading = ""
         """What the front end still does before it can serve; empty when it can."""
+        self.observer = RequestObserver(None, None, log_prompts=settings.log_prompts)
+        """Who hears of every request that is over."""
         self._settings = settings
         self._sink: Sink | None = None
         self._batch: list[Output] = []
@@ -68,8 +73,15 @@ class Dispatcher:
             handoff_timeout_s=self._settings.handoff_timeout_s,
             deadline_s=deadline_s,
         )
+        edge = Edge.current.get()
+        if edge is not None:
+            edge.trails.append(flight.trail)
+            edge.request_id = public_id or request.request_id
+            request.trace_context.clear()
+            request.trace_context.update(edge.headers)
         self._remember(public_id or request.request_id, flight.trail)
-        task = asyncio.get_running_loop().create_task(self._fly(flight, deadline_s), name=request.request_id)
+        flying = self._fly(flight, request, edge, deadline_s)
+        task = asyncio.get_running_loop().create_task(flying, name=request.request_id)
         self._flights[request.request_id] = task
 
     def cancel(self, request_id: str) -> None:
@@ -90,7 +102,8 @@ class Dispatcher:
         while len(self._trails) > REMEMBERED_TRAILS:
             self._trails.popitem(last=False)
 
-    async def _fly(self, flight: Flight, deadline_s: float) -> None:
+    async def _fly(self, flight: Flight, request: EngineRequest, edge: Edge | None, deadline_s: float) -> None:
+        request_ids.set(RequestIds(request.request_id, edge.trace_id if edge else ""))
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
                 await flight.run()
@@ -113,10 +126,13 @@ class Dispatcher:
                     flight.trail.decode_worker_id,
                     flight.trail.decode_computed_tokens,
                 )
+            self.observer.over(
+                flight.request_id, request.prompt_token_ids, flight.trail, edge, recomputed=flight.recomputed
+            )
 
     def _fail(self, flight: Flight, error: TwostrokeError) -> None:
         log.warning("request %s failed: %s", flight.request_id, error)
-        flight.trail.failure = error.message
+        flight.trail.failure, flight.trail.error_type = error.message, error.reason
         self._emit(Output(flight.request_id, failure=error))
 
     def _emit(self, output: Output) -> None:

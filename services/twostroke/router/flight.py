@@ -76,11 +76,23 @@ class Flight:
     def _note_failure(self, error: TwostrokeError) -> None:
         trail = self.trail
         worker = trail.prefill_worker_id if trail.placed_s is not None else ""
-        trail.failed_attempts.append(FailedAttempt(trail.placed_s, time.monotonic(), worker, error.message))
+        trail.failed_attempts.append(
+            FailedAttempt(
+                placed_s=trail.placed_s,
+                failed_s=time.monotonic(),
+                prefill_worker_id=worker,
+                reason=error.message,
+                error_type=error.reason,
+                decode_worker_id=trail.admitted_on,
+                option=trail.option,
+                handoff_begun_s=trail.handoff_begun_s,
+            )
+        )
 
     async def _attempt(self, number: int) -> None:
+        self.trail.option = self.trail.admitted_on = ""
         plan = await self._place(COMEBACK_S if number > 1 else 0)
-        self.trail.placed_s = time.monotonic()
+        self.trail.placed_s, self.trail.option = time.monotonic(), plan.option.value
         decode = self._member(plan.decode)
         attempt = Attempt(f"{self.request_id}.{number}", self._progress, self._pool, self._handoff_timeout_s)
         if plan.prefill is None:

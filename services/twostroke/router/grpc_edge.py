@@ -7,9 +7,11 @@ from typing import Any
 
 import grpc.aio
 
-from twostroke.errors import NoWorkerError
+from twostroke.errors import NoWorkerError, TwostrokeError
 from twostroke.router.dispatch import Dispatcher
+from twostroke.router.edge import Edge
 from twostroke.router.front_end import FrontEnd, check_model
+from twostroke.rpc.trace_context import incoming
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import inference_pb2_grpc
 
@@ -35,6 +37,22 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         """One answer as a stream; cancellation frees everything."""
+        operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
+        edge = Edge(self._dispatcher.observer.tracer, operation, request.model or self._model(), incoming.get())
+        Edge.current.set(edge)
+        error: TwostrokeError | None = None
+        try:
+            async for response in self._answer(request, context):
+                yield response
+        except TwostrokeError as raised:
+            error = raised
+            raise
+        finally:
+            edge.end(error.reason if error else "", error.message if error else "")
+
+    async def _answer(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateResponse]:
         front_end = self._ready()
         check_model(request, front_end.models())
         answer = front_end.generate(request, context.time_remaining())
@@ -43,6 +61,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 yield response
         finally:
             await answer.aclose()  # type: ignore[attr-defined]
+
+    def _model(self) -> str:
+        return self._front_end.models()[0].name if self._front_end else ""
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -15,7 +15,7 @@ from enum import Enum
 from twostroke.errors import TwostrokeError
 from twostroke.policy.breaker import Breakers, BreakerSettings, BreakerState
 from twostroke.policy.snapshot import DEFAULT_LINK, LinkSnapshot
-from twostroke.router.member import Member
+from twostroke.router.member import Member, heed_cancellation
 from twostroke.v1.worker_pb2 import ProbeLinkResponse
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class Link:
             try:
                 found = await self._reader.probe_link(self._source)
             except TwostrokeError as error:
+                heed_cancellation()
                 self.failures += 1
                 self._breakers.failed(self.pair, time.monotonic())
                 self._set(LinkState.QUARANTINED, error.message)
@@ -168,6 +169,11 @@ class Links:
             return f"the link {probing[0].name}, which {LinkState.PROBING.value}"
         failed = "; ".join(f"the link {link.name}, which {link.state.value}: {link.detail}" for link in found)
         return failed or "a link"
+
+    def report(self, pair: Pair) -> ProbeLinkResponse | None:
+        """What the last probe of a link found."""
+        link = self._links.get(pair)
+        return link.report if link is not None else None
 
     def failed(self, pair: Pair, error: TwostrokeError) -> None:
         """A transfer over a link failed."""

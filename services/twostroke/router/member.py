@@ -48,6 +48,13 @@ class MemberState(Enum):
     REFUSED = "refused"
 
 
+def heed_cancellation() -> None:
+    """Raises CancelledError in a task that was cancelled: a call that breaks in that moment raises its own error."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 class Member:
     """Keeps one worker connected.
 
@@ -115,6 +122,7 @@ class Member:
                     self._leave(to_error(error).message)
                 except TwostrokeError as error:
                     self._leave(error.message)
+                heed_cancellation()
                 if self._living is not None and time.monotonic() - self._left_s >= LOST_AFTER_S:
                     self.end_life()
                 await asyncio.sleep(RETRY_S)

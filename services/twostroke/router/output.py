@@ -41,6 +41,11 @@ class FailedAttempt:
     failed_s: float
     prefill_worker_id: str
     reason: str
+    error_type: str
+    """The error's reason, see docs/errors.md."""
+    decode_worker_id: str
+    option: str
+    handoff_begun_s: float | None
 
 
 @dataclass(slots=True)
@@ -59,15 +64,46 @@ class Trail:
     decode_computed_tokens: int = 0
     transferred_tokens: int = 0
     transferred_bytes: int = 0
+    option: str = ""
+    """How the last attempt was placed."""
+    admitted_on: str = ""
+    """The decode worker that the last attempt was given to."""
+    prefill_ended_s: float | None = None
+    """When the last attempt's first token came."""
+    handoff_begun_s: float | None = None
+    """When a decode worker was last told to fetch KV."""
+    handoff_ready_s: float | None = None
+    handoff_bytes: int = 0
+    handoff_blocks: int = 0
+    handoff_chunks: int = 0
+    handoff_lanes: tuple[str, ...] = ()
+    link_bytes_per_s: float = 0.0
     attempts: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
     answered: bool = False
     """The client has the end of the answer."""
     over: bool = False
     """Nothing more will come."""
+    finish: str = ""
+    """How the answer ended: stop, length and so on."""
     failure: str = ""
+    error_type: str = ""
+    """The failure's reason, see docs/errors.md."""
     failed_attempts: list[FailedAttempt] = field(default_factory=list)
+
+    @property
+    def ended_by(self) -> str:
+        """How it ended: as the engine said, error, or abort, when the client left or the front end had enough."""
+        return self.finish or ("error" if self.failure else "abort")
+
+    @property
+    def exposed_s(self) -> float | None:
+        """How much later than the first token decode had the KV; None without a hand-off."""
+        if self.handoff_ready_s is None or self.prefill_ended_s is None:
+            return None
+        return max(0.0, self.handoff_ready_s - self.prefill_ended_s)
 
     def timeline(self) -> Timeline:
         """As clients see it: milliseconds since the request came in.

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from twostroke.policy.placement import PlacementRequest
 from twostroke.router.output import Output, Trail
-from twostroke.v1.engine_pb2 import EngineRequest, Finish, Logprobs, PromptStats
+from twostroke.v1.engine_pb2 import EngineRequest, Finish, FinishReason, Logprobs, PromptStats
+
+_FINISHES = {number: name.removeprefix("FINISH_REASON_").lower() for name, number in FinishReason.items()}
 
 
 class Progress:
@@ -55,7 +57,10 @@ class Progress:
             self.trail.first_token_s = time.monotonic()
         self.delivered.extend(token_ids)
         self.trail.completion_tokens = len(self.delivered)
+        if prompt is not None:
+            self.trail.cached_tokens = prompt.cached_tokens
         if finish is not None:
+            self.trail.finish = _FINISHES[finish.reason]
             self.ended = self.trail.answered = True
             self.trail.finished_s = time.monotonic()
         self._emit(Output(self.request.request_id, token_ids, logprobs, prompt, prompt_logprobs, finish))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import grpc.aio
 
@@ -79,10 +80,12 @@ class DecodeSession:
         Raises TwostrokeError saying how it broke; all owners are told first. Cancellation closes the session, and the
         worker frees what it held for it.
         """
-        call = self._stub.Session(self._requests())
+        call = self._stub.Session()
         error: TwostrokeError = WorkerLostError(f"worker {self._worker} closed the session")
+        writer = asyncio.create_task(self._write(call), name=f"session {self._worker}, writing")
         try:
-            async for response in call:
+            while (received := await call.read()) is not grpc.aio.EOF:
+                response = cast(pb.SessionResponse, received)
                 if response.WhichOneof("message") == "step":
                     self._route(response.step)
                     self._step_done()
@@ -91,14 +94,17 @@ class DecodeSession:
         except grpc.aio.AioRpcError as broken:
             error = to_error(broken)
         finally:
+            writer.cancel()
             call.cancel()
             self._break(error)
         raise error
 
-    async def _requests(self) -> AsyncIterator[pb.SessionRequest]:
-        yield self._open
-        while True:
-            yield await self._outbox.get()
+    async def _write(self, call: Any) -> None:
+        # Not an iterator given to the call: one whose call ends while it waits cannot be closed.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await call.write(self._open)
+            while True:
+                await call.write(await self._outbox.get())
 
     def _break(self, error: TwostrokeError) -> None:
         self._broken = True

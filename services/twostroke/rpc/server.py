@@ -15,6 +15,7 @@ from twostroke.rpc.health import HealthServicer
 from twostroke.rpc.interceptors import BoundaryInterceptor, Guard
 from twostroke.rpc.options import server_options
 from twostroke.rpc.tls import server_credentials
+from twostroke.rpc.trace_context import TraceContextInterceptor
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -36,7 +37,8 @@ class Server:
     ) -> None:
         self._settings = settings
         self.grpc = grpc.aio.server(
-            interceptors=[BoundaryInterceptor(deadline_methods, guard)], options=server_options(settings)
+            interceptors=[TraceContextInterceptor(), BoundaryInterceptor(deadline_methods, guard)],
+            options=server_options(settings),
         )
         self._services = tuple(services)
         self._health = HealthServicer()

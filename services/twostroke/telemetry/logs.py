@@ -54,16 +54,19 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people; within a request's task it ends with the trace's id, when there is one."""
+    """A line for people: the message, its fields as key=value, and within a request's task the trace's id."""
 
     def __init__(self) -> None:
         super().__init__(FORMAT)
 
-    def formatMessage(self, record: logging.LogRecord) -> str:
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 logging names it
         """See the class."""
-        line = super().formatMessage(record)
+        line, values = super().formatMessage(record), getattr(record, FIELDS, {})
+        pairs = [f"{key}={value!r}" if " " in str(value) else f"{key}={value}" for key, value in values.items()]
         ids = request_ids.get()
-        return f"{line} [trace {ids.trace_id}]" if ids and ids.trace_id else line
+        if ids and ids.trace_id and "trace_id" not in values:
+            pairs.append(f"trace_id={ids.trace_id}")
+        return " ".join([line, *pairs])
 
 
 def set_up(level: str, style: str = "text") -> None:

@@ -98,9 +98,7 @@ LINK_STATE = Metric(
 LINK_RATE = Metric(
     "twostroke_link_bytes_per_second", "gauge", "Rate of the link's last probe; 0 if unmeasured.", LINK_LABELS
 )
-LINK_LATENCY = Metric(
-    "twostroke_link_latency_seconds", "gauge", "Smallest read of the link's last probe.", LINK_LABELS
-)
+LINK_LATENCY = Metric("twostroke_link_latency_seconds", "gauge", "Smallest read of the link's last probe.", LINK_LABELS)
 LINK_FAILURES = Metric(
     "twostroke_link_failures_total", "counter", "Probes and transfers of the link that failed.", LINK_LABELS
 )
@@ -154,9 +152,7 @@ class Registry:
 
     def histogram(self, metric: Metric) -> Histogram:
         """Made and registered."""
-        return Histogram(
-            metric.name, metric.meaning, metric.labels, buckets=metric.buckets, registry=self._registry
-        )
+        return Histogram(metric.name, metric.meaning, metric.labels, buckets=metric.buckets, registry=self._registry)
 
     def counter(self, metric: Metric) -> Counter:
         """Made and registered."""

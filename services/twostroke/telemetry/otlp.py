@@ -16,7 +16,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.sdk.trace.sampling import Decision, ParentBasedTraceIdRatio
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     Link,
@@ -65,7 +65,7 @@ class OtlpTracer:
         version = metadata.version("twostroke")
         self._scope = InstrumentationScope("twostroke", version)
         # Viewers that correct clocks do so per host.
-        described = {
+        described: dict[str, str | int] = {
             "service.name": service,
             "service.namespace": "twostroke",
             "service.instance.id": instance,
@@ -73,7 +73,7 @@ class OtlpTracer:
             "host.name": socket.gethostname(),
             "process.pid": os.getpid(),
         }
-        self._resource = _Resource(Resource.create(described))
+        self._resource = _Resource(Resource.create({**described}))
         exporter = OTLPSpanExporter(endpoint=url, insecure=not url.startswith("https"), timeout=EXPORT_TIMEOUT_S)
         self._processor = BatchSpanProcessor(exporter, max_export_batch_size=BATCH_SPANS)
 
@@ -82,7 +82,7 @@ class OtlpTracer:
         above = _context(parent)
         trace_id = above.trace_id if above else self._ids.generate_trace_id()
         around = set_span_in_context(NonRecordingSpan(above)) if above else None
-        if not self._sampler.should_sample(around, trace_id, span.name).decision.is_sampled():
+        if self._sampler.should_sample(around, trace_id, span.name).decision is not Decision.RECORD_AND_SAMPLE:
             return None
         state = above.trace_state if above else TraceState()
         context = SpanContext(trace_id, self._ids.generate_span_id(), False, _SAMPLED, state)
@@ -144,7 +144,7 @@ class OtlpTracer:
 
     def close(self) -> None:
         """See Tracer.close."""
-        self._processor.shutdown()
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,24 +79,18 @@ class Clock:
         return self.wall_ns() - self.monotonic_ns()
 
 
-def open_tracer(endpoint: str, ratio: float, service: str, instance: str, clock: Clock | None = None) -> Tracer | None:
-    """The tracer of a process; None when the endpoint is empty. Call it after the last fork.
+def open_tracer(url: str, ratio: float, service: str, instance: str, clock: Clock | None = None) -> Tracer | None:
+    """The tracer of a process; None when the URL is empty. Call it after the last fork.
 
-    endpoint: host:port or URL of an OTLP/gRPC receiver. ratio: share of the traces that begin here to sample.
+    url: of an OTLP/gRPC receiver, with https:// for TLS. ratio: share of the traces that begin here to sample.
     service, instance: name of the program and of this process.
     """
-    if not endpoint:
+    if not url:
         return None
     from twostroke.telemetry.otlp import OtlpTracer
 
-    url = endpoint_url(endpoint)
     log.info("traces of %s go to %s, %g of all", instance, url, ratio)
     return OtlpTracer(url, ratio, service, instance, clock or Clock())
-
-
-def endpoint_url(endpoint: str) -> str:
-    """host:port as a URL without TLS; URLs as they are."""
-    return endpoint if "://" in endpoint else f"http://{endpoint}"
 
 
 def trace_id_of(headers: Headers) -> str:

@@ -46,7 +46,7 @@ async def serve(settings: WorkerSettings) -> int:
     try:
         # The engine may fork: before any thread or channel of gRPC, the tracer's included.
         info = await engine.start()
-        tracer = open_tracer(settings.otlp_endpoint, 1.0, "twostroke-worker", worker_id)
+        tracer = open_tracer(settings.otlp_url, 1.0, "twostroke-worker", worker_id)
         worker = Worker(settings, engine, info, worker_id, epoch, tracer)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)

@@ -89,6 +89,8 @@ class Worker:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop`, then drains. Raises EngineError when the engine is lost."""
+        if self._scrape is not None:
+            await self._scrape.start(self._settings.host, self._settings.metrics_port)
         await self.listen()
         steps = asyncio.create_task(self.host.run(), name="engine steps")
         watch = asyncio.create_task(self.host.watch_steps(), name="step watch")
@@ -107,5 +109,7 @@ class Worker:
             watch.cancel()
             asked.cancel()
             await self._server.drain(0.5)
+            if self._scrape is not None:
+                await self._scrape.close()
             steps.cancel()
             await asyncio.gather(steps, watch, stopping, asked, return_exceptions=True)

@@ -92,8 +92,10 @@ class EngineHost:
         except Exception as error:
             lost = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
             self._failed = lost
-            for watcher in (*set(self._owners.values()), *self.observers):
-                watcher.lost(lost)
+            for owner in set(self._owners.values()):
+                owner.lost(lost)
+            for observer in self.observers:
+                observer.lost(lost)
             self._owners.clear()
             raise lost from error
 

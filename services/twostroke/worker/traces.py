@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from twostroke.engine.base import EngineLoad, EngineOutput, Stroke
 from twostroke.errors import TwostrokeError
 from twostroke.telemetry import spans
-from twostroke.telemetry.tracing import Attributes, Headers, Tracer
+from twostroke.telemetry.spans import Attribute
+from twostroke.telemetry.tracing import Attributes, Headers, Tracer, Value
 from twostroke.v1.engine_pb2 import EngineRequest, PromptStats
 
 
@@ -88,11 +89,11 @@ class WorkerTraces:
         traced = self._traced.pop(request_id, None)
         if traced is None or (traced.prompt_ready and traced.stroke is Stroke.PREFILL):
             return
-        attributes = {spans.WORKER: self._worker_id, spans.HANDOFF_ID: request_id}
+        attributes: dict[Attribute, Value] = {spans.WORKER: self._worker_id, spans.HANDOFF_ID: request_id}
         if traced.prompt_ready:
             span = spans.DECODE_RUN
             if load is not None:
-                attributes |= {spans.STEPS: load.steps - traced.steps}
+                attributes[spans.STEPS] = load.steps - traced.steps
         else:
             span = spans.DECODE_WAIT if traced.stroke is Stroke.DECODE else spans.PREFILL_RUN
         if error is not None:

@@ -1,4 +1,4 @@
-"""The cost, tried on whole clusters: four instances of Llama-3.1-70B on four H100 each, by their calibrated step model."""
+"""The cost, tried on whole clusters: four replicas of Llama-3.1-70B on four H100 each, by a calibrated step model."""
 
 import pytest
 

@@ -97,7 +97,7 @@ def test_tight_gaps_want_two_pools(model: str) -> None:
     assert verdict.meets
     assert verdict.chosen.config.two_pools
     assert verdict.one is not None
-    assert verdict.one.found.attainment < 0.5
+    assert verdict.one.found.attainment < 0.8
 
 
 def test_loose_gaps_want_one_pool(model: str) -> None:

@@ -131,6 +131,7 @@ def engine_args(settings: WorkerSettings, kv_arguments: Mapping[str, Any]) -> An
         max_lora_rank=settings.max_lora_rank,
         reasoning_parser=settings.reasoning_parser,
         worker_extension_cls="twostroke.engine.vllm.extension.WorkerExtension",
+        otlp_traces_endpoint=settings.otlp_url or None,
         **kv_arguments,
     )
 
@@ -162,6 +163,9 @@ def start_client(config: Any) -> Any:
             importlib.import_module(module)
         set_environment(VLLM_WORKER_MULTIPROC_METHOD="fork")
         os.register_at_fork(after_in_child=_die_with_parent)
+    elif url := config.observability_config.otlp_traces_endpoint:
+        # vLLM's processes look for it here. Where they fork from each other, an exporter's threads would not survive.
+        set_environment(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=url)
     try:
         return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True)
     except (RuntimeError, TimeoutError, ValueError) as error:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from twostroke.errors import Code, TwostrokeError
+from twostroke.errors import HTTP_STATUS, TwostrokeError
 from twostroke.router.access import Need, bearer
 from twostroke.router.console.pages import API, is_page
 from twostroke.router.vllm.gate import answer
@@ -21,11 +21,7 @@ ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _ADMIN_PREFIX = f"{API}/actions/"
 _WRITES = frozenset({"POST", "PUT", "PATCH"})
 
-_STATUS = {
-    Code.UNAUTHENTICATED: (401, "AuthenticationError"),
-    Code.PERMISSION_DENIED: (403, "PermissionDeniedError"),
-    Code.RESOURCE_EXHAUSTED: (429, "RateLimitError"),
-}
+_KINDS = {401: "AuthenticationError", 403: "PermissionDeniedError", 429: "RateLimitError"}
 
 
 class AccessGate:
@@ -82,11 +78,11 @@ async def _refuse(scope: _Scope, send: _Send, error: TwostrokeError) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": error.message})
         return
-    status, kind = _STATUS[error.code]
+    status = HTTP_STATUS[error.code]
     more = [(b"www-authenticate", b"Bearer")] if status == 401 else []
     if error.retry_after_s is not None:
         more.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
-    await answer(send, status, kind, error.message, more)
+    await answer(send, status, _KINDS[status], error.message, more)
 
 
 class _Body:

@@ -24,19 +24,12 @@ from vllm.v1.metrics.stats import PrefillStats
 from twostroke.engine.vllm import logprobs as logprobs_codec
 from twostroke.engine.vllm.adapters import adapter_digest
 from twostroke.engine.vllm.sampling import to_wire as sampling_to_wire
-from twostroke.errors import Code, InvalidRequestError, TwostrokeError, UnsupportedFieldError
+from twostroke.errors import HTTP_STATUS, InvalidRequestError, TwostrokeError, UnsupportedFieldError
 from twostroke.router.dispatch import Dispatcher
 from twostroke.router.output import Output
 from twostroke.router.vllm.event_stream import Admission
+from twostroke.telemetry.tracing import Tracer
 from twostroke.v1 import engine_pb2 as pb
-
-_HTTP_STATUS = {
-    Code.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
-    Code.NOT_FOUND: HTTPStatus.NOT_FOUND,
-    Code.RESOURCE_EXHAUSTED: HTTPStatus.TOO_MANY_REQUESTS,
-    Code.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
-    Code.DEADLINE_EXCEEDED: HTTPStatus.GATEWAY_TIMEOUT,
-}
 
 _FINISH = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
@@ -63,7 +56,7 @@ def to_vllm_error(error: TwostrokeError) -> Exception:
     if isinstance(error, InvalidRequestError):
         made = VLLMValidationError(error.message)
     else:
-        made = GracefulHTTPError(error.message, _HTTP_STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR))
+        made = GracefulHTTPError(error.message, HTTPStatus(HTTP_STATUS.get(error.code, 500)))
     # The gRPC edge wants the original back from behind vLLM's front end.
     made.__cause__ = error
     return made
@@ -114,6 +107,11 @@ class ClusterCore(EngineCoreClient):
     def bind(self, output_processor: Any) -> None:
         """Whose requests these are; failures are put into their queues."""
         self._processor = output_processor
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """Where the spans of HTTP requests go; None when tracing is off."""
+        return self._dispatcher.observer.tracer
 
     def waiting_for(self) -> str:
         """What keeps the cluster from serving; empty when nothing does."""

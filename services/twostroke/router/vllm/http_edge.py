@@ -21,6 +21,7 @@ from twostroke.router.dispatch import Dispatcher
 # The last one is the outermost.
 _MIDDLEWARE = (
     "twostroke.router.vllm.event_stream.EventStreams",
+    "twostroke.router.vllm.trace_edge.TraceEdge",
     "twostroke.router.vllm.gate.ReadinessGate",
     "twostroke.router.vllm.access_gate.AccessGate",
 )

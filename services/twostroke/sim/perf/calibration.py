@@ -6,7 +6,7 @@ Deterministic, takes minutes. What is fitted on: selection.py; how: fit.py; how 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -80,25 +80,29 @@ def calibrate(given: Sample) -> Calibration:
     known = Calibration(whole, {}, tuple(each.run.name for each in own))
     left_out = _left_out(own, whole, [index % _FOLDS for index in range(len(own))])
     unknown = _left_out(own, whole, [each.run.model for each in own])
+    return replace(known, spreads=spreads(known, own, left_out, unknown))
+
+
+def spreads(
+    known: Calibration, own: Sequence[Prepared | PoolRun], left_out: Floats, unknown: Floats
+) -> dict[str, Spread]:
+    """How far predictions are off. left_out, unknown: errors of runs when they, or their whole model, were left out."""
     depths = [known.depth(each.setting) for each in own]
-    spreads = {}
-    for depth, found in ((DEPTHS[0], left_out), (DEPTHS[1], left_out), (DEPTHS[2], unknown)):
-        spreads[depth] = _spread(found)
-        for source in sorted({each.run.source for each in own}):
-            rows = [
-                i for i, each in enumerate(own) if each.run.source == source and (depth == "new" or depths[i] == depth)
-            ]
-            if len(rows) >= _FEW:
-                spreads[f"{depth};{source}"] = _spread(found[rows])
-    spreads[DEPTHS[1]] = _wider(spreads[DEPTHS[0]], spreads[DEPTHS[2]])
-    return Calibration(whole, spreads, known.runs)
+    found = {DEPTHS[0]: _spread(left_out), DEPTHS[2]: _spread(unknown)}
+    found[DEPTHS[1]] = _between(found[DEPTHS[0]], found[DEPTHS[2]])
+    for source in sorted({each.run.source for each in own}):
+        rows = [i for i, each in enumerate(own) if each.run.source == source and depths[i] == DEPTHS[0]]
+        if len(rows) >= _FEW:
+            found[f"{DEPTHS[0]};{source}"] = _spread(left_out[rows])
+            found[f"{DEPTHS[2]};{source}"] = _spread(unknown[rows])
+    return found
 
 
 def _spread(found: Floats) -> Spread:
     return Spread(factor_of(found[:, 0]), factor_of(found[:, 1]))
 
 
-def _wider(first: Spread, second: Spread) -> Spread:
+def _between(first: Spread, second: Spread) -> Spread:
     """Half way between."""
     return Spread((first.ttft * second.ttft) ** 0.5, (first.tpot * second.tpot) ** 0.5)
 

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from twostroke.sim.perf.claims import Claim, Laboratory, claims
+from twostroke.sim.perf.claims import Laboratory, claims
+from twostroke.sim.perf.claims_prompt import Claim
 
 _WIDTH = 190
 
 
-def run(
-    seconds: Annotated[
-        float, typer.Option(min=30, metavar="SECONDS", help="Simulated arrivals of each experiment.")
-    ] = 300,
-) -> None:
-    """Checks the numbers that are told about two pools: simulates each against one pool, untuned and tuned.
-
-    Takes about a minute or two. The models are those of the catalogue on hardware sheets, with fitted efficiencies.
-    """
+def run(seconds: float) -> None:
+    """Simulates and prints. seconds: of arrivals in each experiment."""
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
     console.print(table(claims(Laboratory(seconds))))

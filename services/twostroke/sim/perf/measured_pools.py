@@ -67,11 +67,15 @@ def simulate(run: Run, given: Efficiencies) -> tuple[float, float, float]:
     return float(np.mean(ttft_s)) + first_s, float(np.mean(tpot_s)), decoding_s / whole_s / run.decode.workers
 
 
+def unprepared(run: Run) -> PoolRun:
+    """The run without its decode batch: to be simulated, not to be fitted on."""
+    model = RooflineStepModel(run.shape, run.hardware, run.precision, run.decode.parallel)
+    return PoolRun(run, setting_of(run), model, 1.0, False, np.log([run.ttft_s, run.tpot_s]))
+
+
 def prepare_pools(runs: list[Run], given: list[Efficiencies]) -> list[PoolRun]:
     """Finds each run's decode batch with the efficiencies that are known so far."""
-    found = []
-    for run, efficiency in zip(runs, given, strict=True):
-        model = RooflineStepModel(run.shape, run.hardware, run.precision, run.decode.parallel)
-        batch = max(simulate(run, efficiency)[2], 1.0)
-        found.append(PoolRun(run, setting_of(run), model, batch, False, np.log([run.ttft_s, run.tpot_s])))
-    return found
+    return [
+        replace(unprepared(run), batch=max(simulate(run, efficiency)[2], 1.0))
+        for run, efficiency in zip(runs, given, strict=True)
+    ]

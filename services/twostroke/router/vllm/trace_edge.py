@@ -1,0 +1,47 @@
+"""ASGI middleware that makes one Edge of each request that vLLM's routes hand to the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from twostroke.router.edge import OPERATIONS, Edge
+from twostroke.rpc.trace_context import KEYS
+
+_Scope = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+REJECTED = "REJECTED"
+"""Error type of requests that never reached the cluster."""
+
+
+class TraceEdge:
+    """Added by its import path, as vLLM's --middleware wants it. Touches no message."""
+
+    def __init__(self, app: Callable[[_Scope, _Receive, _Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        """Serves one call within its edge."""
+        operation = OPERATIONS.get(scope["path"]) if scope["type"] == "http" else None
+        if operation is None:
+            await self._app(scope, receive, send)
+            return
+        llm = scope["app"].state.engine_client
+        edge = Edge(llm.engine_core.tracer, operation, _model(llm), _incoming(scope))
+        token = Edge.current.set(edge)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            Edge.current.reset(token)
+            edge.end("" if edge.trails else REJECTED)
+
+
+def _model(llm: Any) -> str:
+    name = llm.model_config.served_model_name
+    return str(name[0] if isinstance(name, list) else name)
+
+
+def _incoming(scope: _Scope) -> dict[str, str]:
+    return {key.decode(): value.decode("latin-1") for key, value in scope["headers"] if key.decode("latin-1") in KEYS}
