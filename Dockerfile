@@ -39,7 +39,8 @@ RUN --mount=type=bind,source=docker/wheels,target=/wheels \
     python requirements.py run gpu > /tmp/run.txt && pip install ${PIP_ARGS} -r /tmp/run.txt
 
 FROM ${BASE_IMAGE} AS runtime
-RUN groupadd --gid 10001 twostroke && useradd --uid 10001 --gid 10001 --home-dir /tmp --no-create-home twostroke
+RUN groupadd --gid 10001 twostroke && useradd --uid 10001 --gid 10001 --home-dir /tmp --no-create-home twostroke && \
+    install -d -o 10001 -g 10001 /cache
 ENV PATH=/opt/venv/bin:/opt/twostroke/bin:$PATH PYTHONPATH=/opt/twostroke PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 USER 10001:10001
 WORKDIR /tmp

@@ -149,7 +149,7 @@ class RouterSettings(_ProcessSettings):
         description="Comma-separated host:port; a name with several addresses counts once per address.",
     )
     worker_timeout_s: float = Field(
-        2.0, ge=1, description="A worker that has not reported for so long is lost; after 1 s it gets nothing new."
+        3.0, ge=1, description="A worker that has not reported for so long is lost; after 1 s it gets nothing new."
     )
     resolve_interval_s: float = Field(3.0, gt=0, description="Seconds between two looks at DNS names.")
     max_model_len_tokens: int = Field(0, ge=0, description="Longest sequence; 0 is the model's own.")
@@ -169,6 +169,9 @@ class RouterSettings(_ProcessSettings):
     api_keys_file: str = Field("", description="File of further keys, one a line; lines that begin with # are not.")
     admin_key: SecretStr = Field(SecretStr(""), description="Key for what changes the cluster.")
     admin_key_file: str = Field("", description="File that holds the admin key.")
+    trace_url: str = Field(
+        "", description="Where the console finds traces, such as http://127.0.0.1:16686/trace/; the id is appended."
+    )
     max_body_bytes: int = Field(32 << 20, gt=0, description="Largest HTTP request.")
     rate_per_s: float = Field(0.0, ge=0, description="Requests per second of each key, or address without; 0 is any.")
     rate_burst: int = Field(20, gt=0, description="Requests that may come at once on top of --rate-per-s.")

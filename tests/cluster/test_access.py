@@ -11,6 +11,7 @@ from cluster.reference_cluster import running
 from twostroke.client import AsyncClient
 from twostroke.config import RpcSettings
 from twostroke.errors import UnauthenticatedError, UnavailableError
+from twostroke.launch import cluster as launch_cluster
 from twostroke.launch.certs import SERVER_NAME, make
 
 KEY, ADMIN = "key-of-a-client-7261", "key-of-an-admin-9152"
@@ -31,6 +32,13 @@ async def test_a_router_with_keys_answers_who_has_one_and_logs_none(
             async with AsyncClient(target, api_key=wrong) as client:
                 with pytest.raises(UnauthenticatedError):
                     await client.list_models(timeout_s=5)
+        monkeypatch.setenv("TWOSTROKE_API_KEY", KEY)
+        assert (await launch_cluster.fetch(target, 5)).ready
+        assert [request.completion_tokens for request in await launch_cluster.requests(target, 5, 5)] == [4]
+        monkeypatch.setenv("TWOSTROKE_API_KEY", "invented")
+        for call in (launch_cluster.fetch(target, 5), launch_cluster.follow(target, lambda _: None, 5)):
+            with pytest.raises(UnauthenticatedError, match="TWOSTROKE_API_KEY"):
+                await call
         log = cluster.log("router")
         assert "ready" in log
         assert KEY not in log

@@ -131,6 +131,7 @@ async def test_a_request_is_found_by_its_id_and_failures_are_told(watched: Watch
 
     async def failing(route: Route) -> None:
         state = await (await route.fetch()).json()
+        state["trace_url"] = "http://127.0.0.1:16686/trace/"
         state["requests"] = [made_up("one", "FAILED"), made_up("two", "RUNNING")]
         await route.fulfill(json=state)
 
@@ -141,6 +142,8 @@ async def test_a_request_is_found_by_its_id_and_failures_are_told(watched: Watch
     await page.locator("#list button.row").click()
     detail = page.locator("#list .detail")
     await expect(detail).to_contain_text("worker prefill-9 went away")
+    link = detail.locator("a")
+    assert await link.get_attribute("href") == "http://127.0.0.1:16686/trace/0af7651916cd43dd8448eb211c80319c"
     assert await detail.locator("tbody tr td:first-child").all_text_contents() == [
         *("place", "attempt 1", "queue", "prefill", "hand-off", "decode")
     ]
@@ -166,7 +169,8 @@ def made_up(name: str, state: str) -> dict[str, Any]:
         "transferred_bytes": "1048576",
         "attempts": 2,
     }
-    attempt = {"placed_ms": 10, "failed_ms": 100, "prefill_worker_id": "prefill-9", "reason": "it died"}
+    workers = {"prefill_worker_id": "prefill-9", "decode_worker_id": ""}
+    attempt = {"placed_ms": 10, "failed_ms": 100, "reason": "it died", **workers}
     return {
         "request_id": name,
         "state": f"REQUEST_STATE_{state}",
@@ -176,6 +180,7 @@ def made_up(name: str, state: str) -> dict[str, Any]:
         "completion_tokens": 6,
         "failure": "worker prefill-9 went away",
         "failed_attempts": [attempt],
+        "trace_id": "0af7651916cd43dd8448eb211c80319c",
     }
 
 

@@ -120,6 +120,7 @@ async def test_an_app_that_raises_ends_its_stream_with_an_error_event() -> None:
     async def app(send: Any) -> None:
         await send(HEAD)
         Admission.accept()
+        await asyncio.sleep(0.01)
         await send(part(b"data: 1\n\n"))
         raise RuntimeError("lost")
 

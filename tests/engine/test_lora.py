@@ -80,7 +80,7 @@ def test_an_adapter_that_is_replaced_in_place_hits_nothing_of_its_predecessor(
     hits = [answer["usage"]["prompt_tokens_details"] for answer in before + after]
     assert [(found or {}).get("cached_tokens") or 0 for found in hits] == [0, 256, 0, 256]
     assert _post(lora, "/v1/unload_lora_adapter", lora_name="x").status_code == 200
-    assert _answer(lora, "x")["status"] == 404
+    assert _answer(lora, "x")["http_status"] == 404
 
 
 def test_an_adapter_that_is_not_there_is_a_404(lora: Lora) -> None:
@@ -95,9 +95,9 @@ def test_an_adapter_of_too_high_a_rank_is_refused_and_hurts_nobody(lora: Lora, m
     config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 16 * RANK}))
     assert _post(lora, "/v1/load_lora_adapter", lora_name="big", lora_path=str(folder)).status_code == 200
     refused = _answer(lora, "big")
-    assert refused["status"] == 400
+    assert refused["http_status"] == 400
     assert "rank" in refused["error"]["message"]
-    assert _answer(lora, "a")["status"] == 200
+    assert _answer(lora, "a")["http_status"] == 200
 
 
 def test_files_that_changed_without_being_loaded_again_are_refused(lora: Lora, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_files_that_changed_without_being_loaded_again_are_refused(lora: Lora, t
     assert _post(lora, "/v1/load_lora_adapter", lora_name="y", lora_path=str(place)).status_code == 200
     shutil.copytree(lora.folders["b"], place, dirs_exist_ok=True)
     refused = _answer(lora, "y")
-    assert refused["status"] == 503
+    assert refused["http_status"] == 503
     assert "load it again" in refused["error"]["message"]
 
 

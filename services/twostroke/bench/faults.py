@@ -4,8 +4,8 @@ build/bench/faults.json.
 Routers and workers on the reference engine, whose every answer is known beforehand, under a steady load of streams. One
 fault after another: a worker or a router is killed and started again, stopped and continued; the connection between the
 routers and a worker is reset, or swallows everything. Every token of every answer is compared. A stream that its router
-takes along, or that a router refuses as it has only just come (UNAVAILABLE), is asked for again at another router, as any
-client does; all else is the cluster's own work.
+takes along, or that a router refuses as it has only just come (UNAVAILABLE), is asked for again at another router, as
+any client does; all else is the cluster's own work.
 
 Recovery is the time from a fault to the next token of a stream that it held up.
 """

@@ -131,7 +131,7 @@ def large(record: Record, data: Path, say: Say) -> None:
     workers, requests = _LARGE
     rate = 0.9 * workers
     traffic = steady(Lengths(1500, 150, 0.7), rate, 2 * requests / rate, most=requests)
-    fleet = setups.fleet(workers // 4, workers - workers // 4, 0, 0, cell_workers=16)
+    fleet = setups.fleet(workers // 4, workers - workers // 4, 0, 0, cell_workers=8)
     times: list[float] = []
     with cpu(times):
         _, found = setups.run(fleet, traffic, "strict")
@@ -217,12 +217,15 @@ def scaling(record: Record, data: Path, say: Say) -> None:
 
 
 def accuracy(record: Record, data: Path, say: Say) -> None:
-    """Predictions against measurements of others."""
+    """Predictions against measurements of others, and of ourselves once there are any."""
     from twostroke.bench import sim_accuracy
 
-    say("accuracy")
-    sim_accuracy.accuracy(record, data)
-    name = "profile and sim predict bench-serve's medians"
+    say("predictions of runs that were not fitted on (minutes)")
+    try:
+        sim_accuracy.accuracy(record, data)
+    except ConfigError as error:
+        record.check(f"accuracy against measured runs ({error.message})", None, "", "measured", ok=False)
+    name = "profile and sim predict bench-serve's medians (not run: there is no bench-serve yet)"
     record.check(name, None, "", "within 15 %", ok=False)
 
 

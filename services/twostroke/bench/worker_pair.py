@@ -168,7 +168,26 @@ class WorkerPair:
             del self._slots[number]
             self._outbox.put_nowait(decode_pb2.SessionRequest(cancel=decode_pb2.Cancel(slots=[number])))
             release = prefill_pb2.ReleaseRequest(request_ids=[request_id])
-            await asyncio.shield(self._prefill.Release(release, timeout=CALL_TIMEOUT_S))
+            # A worker that is gone holds nothing.
+            with suppress(grpc.aio.AioRpcError):
+                await asyncio.shield(self._prefill.Release(release, timeout=CALL_TIMEOUT_S))
+        return answer
+
+    async def ask_decode_alone(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> Answer:
+        """The same on the decode worker alone, which uses nothing that it has cached of other requests."""
+        answer = Answer(request_id)
+        request = engine_pb2.EngineRequest(request_id=request_id, prompt_token_ids=prompt, cache_salt=request_id)
+        request.sampling.temperature = 0.0
+        request.sampling.max_tokens = max_tokens
+        request.sampling.ignore_eos = True
+        number = next(self._numbers)
+        slot = self._slots[number] = _Slot(answer)
+        admit = decode_pb2.Admit(slot=number, request=request, timeout_ms=int(CALL_TIMEOUT_S * 1000))
+        self._outbox.put_nowait(decode_pb2.SessionRequest(admit=admit))
+        try:
+            await slot.over
+        finally:
+            del self._slots[number]
         return answer
 
     async def _run_prefill(self, request: engine_pb2.EngineRequest, answer: Answer, number: int) -> None:

@@ -80,6 +80,19 @@ def slice_between(source: KvMemory, reader: KvMemory) -> KvSlice | None:
     return KvSlice(piece_tokens=small, first_head=first, heads=max(0, end - first))
 
 
+def can_cut(memory: KvMemory, cut: KvSlice) -> bool:
+    """Whether this memory has such pieces; a peer may ask for anything."""
+    heads = range(memory.first_head, memory.first_head + memory.heads)
+    return (
+        cut.piece_tokens > 0
+        and memory.block_tokens % cut.piece_tokens == 0
+        and (cut.piece_tokens == memory.block_tokens or memory.token_stride_bytes == memory.content_bytes)
+        and cut.heads > 0
+        and cut.first_head in heads
+        and cut.first_head + cut.heads - 1 in heads
+    )
+
+
 def piece_tokens(memory: KvMemory, cut: KvSlice | None) -> int:
     """Tokens per piece."""
     return memory.block_tokens if cut is None else cut.piece_tokens

@@ -12,9 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from twostroke.errors import TwostrokeError, WorkerLostError
 from twostroke.kv.callbacks import DigestOf
@@ -198,12 +200,20 @@ class Mover:
                         self._lose(name, message, again=False)
         except Exception as error:
             log.exception("the transfer thread ends")
+            with suppress(TwostrokeError):
+                self._transport.close()
+            self.reader.stop(f"the transfer thread has ended: {error}")
             self._callbacks.fatal(error)
 
     def _handle(self, event: Event) -> None:
         match event:
             case SignalReceived(sender, payload):
-                self._hear(sender, TransferSignal.FromString(payload))
+                try:
+                    signal = TransferSignal.FromString(payload)
+                except DecodeError:
+                    log.warning("%s said what is not understood; run one version", sender)
+                else:
+                    self._hear(sender, signal)
             case TicketDone(ticket):
                 self._read_ended(ticket.id, None)
             case TicketFailed(ticket, failure, message):

@@ -159,13 +159,18 @@ class Reader:
                 if part.word is not None and not quarantine:
                     self._free_words.append(part.word)
                 part.restart()
-            if not again or receive.attempts >= ATTEMPTS or receive.failure or receive.quarantine:
-                self._fail(receive, message)
+            receive.losses.append(message)
+            if not again or len(receive.losses) >= ATTEMPTS or receive.failure or receive.quarantine:
+                self._fail(receive, "; then ".join(dict.fromkeys(receive.losses)))
                 continue
             log.warning("hand-off %s: %s; asking again", receive.handoff_id, message)
-            receive.attempts += 1
             for part in parts:
                 self._ask(receive, part)
+
+    def stop(self, message: str) -> None:
+        """The transport is closed: ends all receives."""
+        for source in {part.source for receive in self._receives.values() for part in receive.parts}:
+            self.lost(source, message, None, again=False)
 
     def tick(self) -> list[tuple[str, str]]:
         """Renews what is waited for. Returns the sources that have been silent for too long, and what to say of them;

@@ -87,7 +87,8 @@ class Receive:
     begun_s: float
     here: Blocks | None = None
     """Where it goes; None until the engine has found room."""
-    attempts: int = 1
+    losses: list[str] = field(default_factory=list)
+    """How connections were lost, one for each that was tried."""
     nbytes: int = 0
     failure: str | None = None
     corrupt: bool = False

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from twostroke.kv.callbacks import DigestOf, Send
 from twostroke.kv.digest import digest
-from twostroke.kv.memory import Blocks, pieces
+from twostroke.kv.memory import Blocks, can_cut, pieces
 from twostroke.v1.kv_pb2 import KvMemory
 from twostroke.v1.transfer_pb2 import (
     KvSlice,
@@ -29,8 +29,8 @@ from twostroke.v1.transfer_pb2 import (
 
 log = logging.getLogger(__name__)
 
-CHUNK_TOKENS = 16384
-"""A chunk's digests must fit one signal, also where a reader cuts it into pieces of 8 tokens."""
+CHUNK_TOKENS, LEAST_PIECE_TOKENS = 8192, 4
+"""A chunk's digests must fit one signal, also where a reader cuts it into the smallest pieces."""
 
 DEVICE_POLL_S = 0.0005
 REMEMBERED = 4096
@@ -105,7 +105,7 @@ class Source:
         offer = self._offers.get(handoff_id)
         if offer is None:
             return
-        size = max(1, CHUNK_TOKENS // max(8, self._memory.block_tokens))
+        size = max(1, CHUNK_TOKENS // max(LEAST_PIECE_TOKENS, self._memory.block_tokens))
         for start in range(0, len(blocks.ids), size):
             part = Blocks(blocks.first + start, blocks.ids[start : start + size])
             offer.chunks.append(_Chunk(part, is_written))
@@ -138,13 +138,17 @@ class Source:
         if offer is None and message.handoff_id in self._over:
             self._gone(reader, message.handoff_id, "it is not held any more")
             return
+        cut = message.slice if message.HasField("slice") else None
+        least = min(LEAST_PIECE_TOKENS, self._memory.block_tokens)
+        if cut is not None and (cut.piece_tokens < least or not can_cut(self._memory, cut)):
+            self._gone(reader, message.handoff_id, f"its blocks cannot be cut so: {str(cut).split()}")
+            return
         self._send(reader, TransferSignal(held=TransferHeld(handoff_id=message.handoff_id)))
         if offer is None:
             if (reader, message) not in self._early:
                 self._early.append((reader, message))
             return
         if reader not in offer.tickets:
-            cut = message.slice if message.HasField("slice") else None
             offer.tickets[reader] = _Ticket(cut, max(1, message.readers))
         self._renewed(message.handoff_id)
         self._tell(message.handoff_id, offer)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import grpc.aio
 
 from twostroke.config import ClientSettings, load
-from twostroke.errors import DeadlineError, TwostrokeError, UnavailableError
+from twostroke.errors import DeadlineError, TwostrokeError, UnauthenticatedError, UnavailableError
 from twostroke.rpc.channel import connect
 from twostroke.rpc.status import to_error
 from twostroke.v1.cluster_pb2 import (
@@ -43,7 +43,8 @@ async def fetch(target: str, timeout_s: float) -> WatchResponse:
 async def follow(target: str, see: Callable[[WatchResponse], None], timeout_s: float) -> None:
     """Calls `see` with every change, for at most `timeout_s` seconds, through losses of the connection.
 
-    Returns when the time is over. Cancellation ends the watch.
+    Returns when the time is over. Raises UnauthenticatedError when the router wants another key. Cancellation ends the
+    watch.
     """
     deadline = time.monotonic() + timeout_s
     client = load(ClientSettings)
@@ -53,8 +54,9 @@ async def follow(target: str, see: Callable[[WatchResponse], None], timeout_s: f
             try:
                 async for view in call:
                     see(view)
-            except grpc.aio.AioRpcError:
-                pass
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    raise unreachable(target, error) from error
             finally:
                 call.cancel()
             await asyncio.sleep(_RETRY_S)
@@ -104,6 +106,8 @@ def unreachable(target: str, error: grpc.aio.AioRpcError) -> TwostrokeError:
         return UnavailableError(f"no router answers at {target}; `twostroke up` starts one, --router names another")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.trailing_metadata():
         return DeadlineError(f"{target} gave no complete answer in time")
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return UnauthenticatedError(f"{target}: {error.details()}; commands send the one in TWOSTROKE_API_KEY")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return UnavailableError(f"{target} is not a router; give --router the router's gRPC address")
     return to_error(error)

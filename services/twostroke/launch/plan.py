@@ -82,7 +82,8 @@ def make(options: UpOptions, devices: Devices, environment: Mapping[str, str]) -
     settings = _check(RouterSettings, argv, "--router-args", options.router_args)
     command = (sys.executable, "-m", "twostroke.router", *argv)
     router = ProcessSpec("router", command, _address(options.host, grpc_port), dict(environment))
-    http = f"http://{_address(options.host, http_port)}/v1" if settings.front_end == "vllm" else ""
+    scheme = "https" if settings.http_tls_cert else "http"
+    http = f"{scheme}://{_address(options.host, http_port)}/v1" if settings.front_end == "vllm" else ""
     return Plan(router, workers, router.address, http, settings.served_model_name or settings.model)
 
 

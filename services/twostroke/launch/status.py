@@ -29,22 +29,21 @@ def show(console: Console, router: str, view: WatchResponse, local: RunState | N
     ready = Text("ready", "green") if view.ready else Text(f"not ready: {view.waiting_for or 'no reason given'}", "red")
     console.print(Text.assemble(f"router {view.router_id} at {router}: ", ready), soft_wrap=True, highlight=False)
     if view.workers:
-        console.print(workers_table(view), highlight=False)
+        console.print(_table(view), highlight=False)
     for worker in _workers(view):
         if worker.detail:
             say(console, f"{worker.info.worker_id or worker.address}: {worker.detail}")
     for pair in view.refused_pairs:
         say(console, f"refused: {pair.prefill_worker_id} to {pair.decode_worker_id}: {pair.reason}", "red")
     for link in view.links:
-        say(console, _link(link), "red" if link.state == LINK_STATE_QUARANTINED else "")
+        say(console, link_line(link), "red" if link.state == LINK_STATE_QUARANTINED else "")
     say(console, _counters(view))
     for record in local.processes if local is not None else ():
         if record.exit:
             say(console, f"{record.name} {record.exit}; log: {record.log}", "red")
 
 
-def workers_table(view: WatchResponse) -> Table:
-    """A line for every worker."""
+def _table(view: WatchResponse) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in _COLUMNS:
         table.add_column(column, no_wrap=True)
@@ -94,7 +93,8 @@ def _row(worker: WorkerView) -> tuple[Text | str, ...]:
     )
 
 
-def _link(link: LinkView) -> str:
+def link_line(link: LinkView) -> str:
+    """A link in one line."""
     state = LinkState.Name(link.state).removeprefix("LINK_STATE_").lower()
     parts = [state, *link.lanes]
     if link.bytes_per_s:

@@ -123,6 +123,7 @@ class _Up:
     def _introduce(self) -> None:
         if self.plan.http:
             say(self.console, f"HTTP  {self.plan.http}")
+            say(self.console, f"Page  {self.plan.http.removesuffix('/v1')}/console")
         say(self.console, f"gRPC  {self.plan.grpc}")
         if self.plan.http:
             body = {"model": self.plan.model, "messages": [{"role": "user", "content": "Hello"}], "stream": True}

@@ -134,12 +134,14 @@ def _request(public_id: str, trail: Trail, now_s: float) -> pb.RequestView:
         prompt_tokens=trail.prompt_tokens,
         completion_tokens=trail.completion_tokens,
         failure=trail.failure,
+        trace_id=trail.trace_id,
         failed_attempts=[
             pb.FailedAttempt(
                 placed_ms=0.0 if attempt.placed_s is None else (attempt.placed_s - trail.received_s) * 1000,
                 failed_ms=(attempt.failed_s - trail.received_s) * 1000,
                 prefill_worker_id=attempt.prefill_worker_id,
                 reason=attempt.reason,
+                decode_worker_id=attempt.decode_worker_id,
             )
             for attempt in trail.failed_attempts
         ],

@@ -103,7 +103,8 @@ class Dispatcher:
             self._trails.popitem(last=False)
 
     async def _fly(self, flight: Flight, request: EngineRequest, edge: Edge | None, deadline_s: float) -> None:
-        request_ids.set(RequestIds(request.request_id, edge.trace_id if edge else ""))
+        flight.trail.trace_id = edge.trace_id if edge else ""
+        request_ids.set(RequestIds(request.request_id, flight.trail.trace_id))
         try:
             async with asyncio.timeout(deadline_s - time.monotonic()):
                 await flight.run()

@@ -15,7 +15,7 @@ from enum import Enum
 from twostroke.errors import TwostrokeError
 from twostroke.policy.breaker import Breakers, BreakerSettings, BreakerState
 from twostroke.policy.snapshot import DEFAULT_LINK, LinkSnapshot
-from twostroke.router.member import Member, heed_cancellation
+from twostroke.router.member import Member
 from twostroke.v1.worker_pb2 import ProbeLinkResponse
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,6 @@ class Link:
             try:
                 found = await self._reader.probe_link(self._source)
             except TwostrokeError as error:
-                heed_cancellation()
                 self.failures += 1
                 self._breakers.failed(self.pair, time.monotonic())
                 self._set(LinkState.QUARANTINED, error.message)

@@ -18,6 +18,7 @@ from twostroke.errors import TwostrokeError, WorkerLostError
 from twostroke.policy.ledger import Life
 from twostroke.policy.placement import WorkerSnapshot
 from twostroke.router.session import DecodeSession
+from twostroke.rpc.call import answer, quiet
 from twostroke.rpc.channel import connect
 from twostroke.rpc.status import to_error
 from twostroke.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -46,13 +47,6 @@ class MemberState(Enum):
     DRAINING = "draining"
     QUIET = "quiet"
     REFUSED = "refused"
-
-
-def heed_cancellation() -> None:
-    """Raises CancelledError in a task that was cancelled: a call that breaks in that moment raises its own error."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 class Member:
@@ -122,7 +116,6 @@ class Member:
                     self._leave(to_error(error).message)
                 except TwostrokeError as error:
                     self._leave(error.message)
-                heed_cancellation()
                 if self._living is not None and time.monotonic() - self._left_s >= LOST_AFTER_S:
                     self.end_life()
                 await asyncio.sleep(RETRY_S)
@@ -156,7 +149,7 @@ class Member:
         self._set(MemberState.UNREACHABLE, detail)
 
     async def _connected(self) -> None:
-        info = await self._worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_S)
+        info = await answer(self._worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=CALL_TIMEOUT_S))
         if self.info is not None and self.info.epoch != info.epoch:
             self._to_release.clear()
             self.end_life()
@@ -168,16 +161,23 @@ class Member:
             return
         self._set(MemberState.STARTING, "opening its session")
         session = DecodeSession(self._channel, self.router_id, info.worker_id, info.epoch, self._step_done)
-        opened = asyncio.Event()
+
+        def opened() -> None:
+            self.session = session
+            self._set(MemberState.READY, "")
+
+        # Not a TaskGroup: where one of the two breaks in the moment of a cancellation, that hides the cancellation.
+        parts = [
+            asyncio.create_task(session.run(opened), name=f"session {self.address}"),
+            asyncio.create_task(self._watch_load(), name=f"load {self.address}"),
+        ]
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(session.run(opened.set), name=f"session {self.address}")
-                group.create_task(self._watch_load(), name=f"load {self.address}")
-                await opened.wait()
-                self.session = session
-                self._set(MemberState.READY, "")
-        except* (grpc.aio.AioRpcError, TwostrokeError) as errors:
-            raise errors.exceptions[0] from None
+            ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+        ended.pop().result()
 
     async def _watch_load(self) -> None:
         call = self._worker.WatchLoad(worker_pb2.WatchLoadRequest(interval_ms=LOAD_INTERVAL_MS))
@@ -193,7 +193,7 @@ class Member:
     async def _next_load(self, call: Any) -> worker_pb2.WatchLoadResponse:
         """The next report. Raises WorkerLostError when there is none for too long: a process that is stopped has a
         kernel that keeps its connections."""
-        reading = asyncio.ensure_future(call.read())
+        reading = quiet(call.read())
         try:
             if not (await asyncio.wait({reading}, timeout=QUIET_AFTER_S))[0] and self.state is MemberState.READY:
                 self._set(MemberState.QUIET, f"has not reported for {QUIET_AFTER_S:g} s")
@@ -282,7 +282,7 @@ class Member:
             source_worker_id=source.worker_id, source_epoch=source.epoch, endpoint=source.kv_endpoint
         )
         try:
-            return await self._worker.ProbeLink(request, timeout=PROBE_TIMEOUT_S)
+            return await answer(self._worker.ProbeLink(request, timeout=PROBE_TIMEOUT_S))
         except grpc.aio.AioRpcError as error:
             raise to_error(error) from error
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from twostroke.policy.ledger import HandoffState
+from twostroke.policy.plan import Option
 from twostroke.router.edge import PROVIDER
 from twostroke.router.links import LinkState
 from twostroke.router.output import Trail
@@ -14,6 +15,8 @@ from twostroke.router.pool import WorkerPool
 from twostroke.telemetry import metrics
 from twostroke.telemetry.metrics import Collector, Family, Registry, family
 
+PLACED = (Option.P_THEN_D, Option.D_ALONE, Option.P_ALONE, Option.LENT_DECODER)
+KV_SOURCES = ("transferred", "recomputed", "local", "none")
 _LIVE = (HandoffState.OFFERED, HandoffState.RECEIVING, HandoffState.RECEIVED)
 _OVER = (HandoffState.RELEASED, HandoffState.LOST)
 
@@ -34,6 +37,13 @@ class RequestMetrics:
         self._retries = registry.counter(metrics.RETRIES)
         self._prompts = registry.counter(metrics.PROMPTS)
         self._bytes = registry.counter(metrics.HANDOFF_BYTES)
+        # A rate that rises from nothing is not seen: what alert rules look at is there from the beginning.
+        for option in PLACED:
+            self._placements.labels(option.value)
+        for kv in KV_SOURCES:
+            self._prompts.labels(kv)
+        for finish in ("stop", "length", "error", "abort"):
+            self._requests.labels(finish)
 
     def over(self, trail: Trail, operation: str, model: str, *, recomputed: bool) -> None:
         """A request is over."""

@@ -92,6 +92,7 @@ class Trail:
     error_type: str = ""
     """The failure's reason, see docs/errors.md."""
     failed_attempts: list[FailedAttempt] = field(default_factory=list)
+    trace_id: str = ""
 
     @property
     def ended_by(self) -> str:

@@ -140,12 +140,14 @@ class WorkerPool:
         self.refused_pairs = refused
 
     def _pairs(self) -> list[tuple[Member, Member]]:
-        ready = [(member, member.snapshot()) for member in self.ready_members()]
+        # A worker that takes nothing new for a while keeps its links, and what is known of them.
+        states = (MemberState.READY, MemberState.QUIET, MemberState.DRAINING)
+        known = [(member, member.snapshot()) for member in self.members if member.state in states]
         return [
             (source, reader)
-            for source, source_now in ready
+            for source, source_now in known
             if source_now.reads_prompts
-            for reader, reader_now in ready
+            for reader, reader_now in known
             if reader_now.writes_answers and source is not reader
             if (source.address, reader.address) not in self.refused_pairs
         ]

@@ -10,6 +10,7 @@ import grpc.aio
 from twostroke.errors import EngineError, WorkerLostError
 from twostroke.router.member import Member
 from twostroke.rpc.status import to_error
+from twostroke.rpc.trace_context import metadata
 from twostroke.v1.engine_pb2 import EngineRequest
 from twostroke.v1.kv_pb2 import Handoff
 from twostroke.v1.prefill_pb2 import PrefillFirstToken, PrefillRequest
@@ -39,6 +40,7 @@ class PrefillStroke:
         self._call = member.prefill.Prefill(
             PrefillRequest(request=request, worker_epoch=member.info.epoch, router_id=member.router_id),
             timeout=max(0.001, timeout_s),
+            metadata=metadata(request.trace_context),
         )
         self.ended = asyncio.get_running_loop().create_task(self._run(), name=f"prefill {request.request_id}")
         """Done when the worker has said everything; it raises what broke the call."""

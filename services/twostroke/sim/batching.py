@@ -160,6 +160,9 @@ class Batching(Decoding):
             self._undecode(sequence)
             if sequence in self._fresh:
                 self._fresh.remove(sequence)
+                # The token that it was to repeat is computed again with the prompt.
+                sequence.output_tokens -= sequence.repeats
+                sequence.repeats = False
             else:
                 sequence.last_token_s = now_s
         assert sequence.held is not None

@@ -184,7 +184,9 @@ class Cluster(Lives):
         request = flight.request
         delivered = flight.delivered + (flight.done and not self.fleet.decode_first_token)
         if reading is None and writing is not None:
-            delivered = self.traffic.output_tokens[request] - writing.output_tokens + decode.engine.written(writing)
+            chosen = self.traffic.output_tokens[request] - writing.output_tokens + decode.engine.written(writing)
+            # What decode only repeated the client has from prefill.
+            delivered = max(chosen, delivered)
         if reading is not None and not flight.reserved:
             decode.unpromise(reading.prompt_tokens)
         if prefill is not None and writing is not None and decode is not lost:
@@ -232,9 +234,10 @@ class Cluster(Lives):
         reading = flight.reading
         assert reading is not None
         output = self.traffic.output_tokens[flight.request] - flight.delivered
-        if not self.fleet.decode_first_token:
-            output -= 1
+        repeats = self.fleet.repeat_first_token and not self.fleet.decode_first_token
+        output -= not repeats and not self.fleet.decode_first_token
         writing = Sequence(flight.request, Stroke.DECODE, reading.prompt_tokens, output, reading.hashes)
+        writing.repeats = repeats
         writing.link = flight
         flight.writing = writing
         flight.decode.engine.receive(writing, now_s)
@@ -280,9 +283,7 @@ class Cluster(Lives):
         request, records = flight.request, self.records
         assert flight.prefill is not None and flight.reading is not None  # noqa: PT018
         flight.prefill.engine.release(flight.reading, now_s)
-        for column in (records.kv_s, records.decode_s):
-            if column[request] == UNSET:
-                column[request] = flight.done_s
+        records.fill(request, flight.done_s)
         self._finish(flight, flight.done_s, 0)
 
     def _pull(self, flight: Flight, now_s: float) -> None:

@@ -119,10 +119,7 @@ class Lives(Listener):
     # What engines tell and is only written down; see limits.Listener.
 
     def first_token(self, engine: Batching, sequence: Sequence, now_s: float) -> None:
-        records, request = self.records, sequence.request
-        for column in (records.prefilled_s, records.first_s, records.kv_s, records.decode_s):
-            if column[request] == UNSET:
-                column[request] = now_s
+        self.records.fill(sequence.request, now_s)
 
     def decode_started(self, sequence: Sequence, start_s: float, first_s: float) -> None:
         records, request = self.records, sequence.request

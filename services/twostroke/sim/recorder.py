@@ -37,6 +37,12 @@ class Recorder:
         """Requests that can never be served: too long for every worker."""
         self.finished = 0
 
+    def fill(self, request: int, at_s: float) -> None:
+        """Sets the marks up to decode's first step that are not set yet."""
+        for column in (self.prefilled_s, self.first_s, self.kv_s, self.decode_s):
+            if column[request] == UNSET:
+                column[request] = at_s
+
     def marks(self) -> tuple[array[float], ...]:
         """The columns between which PARTS lie, in order."""
         return self.arrival_s, self.started_s, self.prefilled_s, self.kv_s, self.decode_s, self.end_s

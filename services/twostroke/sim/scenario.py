@@ -16,7 +16,7 @@ from twostroke.sim.perf.transfer import TransferModel
 from twostroke.sim.placer import Placer, PolicyPlacer, PrefixPlacer, TurnsPlacer
 from twostroke.sim.replica import Replica, ReplicaSpec, replica
 from twostroke.sim.traffic import Traffic
-from twostroke.sim.traffic_made import closed_loop, parse_lengths, rescaled, sine, steady
+from twostroke.sim.traffic_made import Lengths, closed_loop, parse_lengths, rescaled, sine, steady
 
 POLICIES: dict[str, Options | None] = {
     "all": ALL_WAYS,
@@ -85,11 +85,9 @@ def _rates(text: str) -> tuple[float, float, float]:
 
 
 def _paced(traffic: Traffic, rate: float, cv: float, seed: int) -> Traffic:
-    from twostroke.sim.traffic_made import Lengths
-
-    times = steady(Lengths(1, 1), rate, 2 * len(traffic) / rate + 60, cv=cv, seed=seed, most=len(traffic))
-    traffic.arrival_s[:] = times.arrival_s
-    return replace(traffic)
+    """Gives lengths their times."""
+    times = steady(Lengths(1, 1), rate, 2 * len(traffic) / rate + 3600, cv=cv, seed=seed, most=len(traffic))
+    return replace(traffic, arrival_s=times.arrival_s)
 
 
 @dataclass(frozen=True, slots=True)

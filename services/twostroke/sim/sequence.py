@@ -39,6 +39,7 @@ class Sequence:
         "over",
         "over_base",
         "prompt_tokens",
+        "repeats",
         "request",
         "stroke",
     )
@@ -64,6 +65,8 @@ class Sequence:
         self.order = 0
         self.last_token_s = -1.0
         """Of a token that was chosen elsewhere or before a preemption; negative when there is none."""
+        self.repeats = False
+        """Its next step takes a token that the client has already."""
         self.over = 0
         self.over_base = 0
         self.link: object = None

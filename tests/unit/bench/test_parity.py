@@ -14,7 +14,7 @@ from twostroke.bench.parity.table_forms import byte_letters
 from twostroke.bench.parity.ttft import Timed
 
 ANSWER: dict[str, Any] = {
-    "status": 200,
+    "http_status": 200,
     "id": "cmpl-1",
     "choices": [
         {"index": 0, "text": " Paris", "token_ids": [7042], "finish_reason": "stop", "stop_reason": None,
@@ -67,8 +67,8 @@ def test_names_of_the_call_and_the_last_digits_do_not_count() -> None:
         (completion("a", "x"), ANSWER, "equal"),
         (completion("a", "x"), changed("choices.0.text", ""), "DIFFERENT"),
         (completion("a", "x", lambda answer: answer["choices"][0]["nothing"]), ANSWER, "DIFFERENT"),
-        (Row("a", "/", {}, refused="xargs"), {"status": 400, "error": {"message": "no xargs"}}, "refused"),
-        (Row("a", "/", {}, refused="xargs"), {"status": 500, "error": {"message": "no xargs"}}, "DIFFERENT"),
+        (Row("a", "/", {}, refused="xargs"), {"http_status": 400, "error": {"message": "no xargs"}}, "refused"),
+        (Row("a", "/", {}, refused="xargs"), {"http_status": 500, "error": {"message": "no xargs"}}, "DIFFERENT"),
         (Row("a", "/", {}, refused="xargs"), ANSWER, "DIFFERENT"),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_row_is_equal_refused_or_different(row: Row, two: dict[str, Any], resu
 
 
 def test_two_equal_errors_are_not_equal_answers() -> None:
-    error = {"status": 500, "error": {"message": "broken"}}
+    error = {"http_status": 500, "error": {"message": "broken"}}
     assert "broken" in Outcome(completion("a", "x"), error, error).problems[0]
 
 

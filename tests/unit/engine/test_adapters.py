@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(200), pytest.mark.filterwarn
 
 def make(folder: Path, weights: bytes) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").write_text('{"r": 8}')
     (folder / "adapter_model.safetensors").write_bytes(weights)
     return folder
 
@@ -26,7 +26,7 @@ async def test_each_version_of_an_adapter_has_a_name_and_a_number_of_its_own(tmp
         loaded.append(request)
         return True
 
-    adapters = Adapters(load, 2, "w")
+    adapters = Adapters(load, 2, 16, "w")
 
     async def get(weights: bytes) -> tuple[str, int]:
         folder = make(tmp_path / "x", weights)
@@ -45,15 +45,17 @@ async def test_an_adapter_that_cannot_be_used_is_refused_in_one_line(tmp_path: P
     from twostroke.v1.engine_pb2 import Adapter
 
     async def load(_: object) -> bool:
-        raise ValueError("Call to add_lora failed:\nLoRA rank 64 is greater than max_lora_rank 16.")
+        raise ValueError("Call to add_lora failed:\nno such module: z_proj")
 
     folder = make(tmp_path / "x", b"1")
     good = Adapter(name="x", path=str(folder), digest=adapter_digest(folder))
     with pytest.raises(InvalidRequestError, match="w serves no LoRA adapters; start it with --max-loras"):
-        await Adapters(load, 0, "w").get(good)
-    with pytest.raises(InvalidRequestError, match="w cannot load adapter 'x': LoRA rank 64 is greater"):
-        await Adapters(load, 1, "w").get(good)
+        await Adapters(load, 0, 16, "w").get(good)
+    with pytest.raises(InvalidRequestError, match="w cannot load adapter 'x': no such module: z_proj"):
+        await Adapters(load, 1, 16, "w").get(good)
+    with pytest.raises(InvalidRequestError, match="'x' has rank 8, worker w takes 4; set --max-lora-rank"):
+        await Adapters(load, 1, 4, "w").get(good)
     with pytest.raises(UnavailableError, match="on worker w and other on the router"):
-        await Adapters(load, 1, "w").get(Adapter(name="x", path=str(folder), digest="other"))
+        await Adapters(load, 1, 16, "w").get(Adapter(name="x", path=str(folder), digest="other"))
     with pytest.raises(UnavailableError, match="has no adapter 'x' at /nowhere"):
-        await Adapters(load, 1, "w").get(Adapter(name="x", path="/nowhere", digest="other"))
+        await Adapters(load, 1, 16, "w").get(Adapter(name="x", path="/nowhere", digest="other"))

@@ -24,7 +24,9 @@ def check(result: Round) -> None:
 @pytest.mark.parametrize("lanes", ["cma", "tcp"])
 def test_a_killed_source_costs_its_handoff_only(lanes: str) -> None:
     """O-78, O-41: within the deadline, nothing lands late, and the other source is read all the while."""
-    check(run_round("kill", lanes, DEADLINE_S))
+    result = run_round("kill", lanes, DEADLINE_S)
+    check(result)
+    assert "reset" in str(result.failure)
 
 
 @pytest.mark.parametrize("lanes", ["cma", "tcp"])

@@ -234,6 +234,13 @@ def test_a_reader_that_is_lost_is_reached_again_by_its_address(bench: Bench) -> 
     assert bench.renewed == ["h", "h"]
 
 
+def test_a_signal_that_is_none_is_passed_over(bench: Bench) -> None:
+    """O-43, O-93."""
+    bench.happen(SignalReceived("stranger", b"\xff\xff\xff"))
+    bench.expect()
+    assert bench.kinds() == [("p/1/0", "hello"), ("p/1/0", "ticket")]
+
+
 def probe(bench: Bench, name: str, ended: list[tuple[str, object]]) -> None:
     remote = KvMemory(probe_address=1, probe_bytes=PROBE_BYTES)
     bench.do(lambda: bench.mover.probe(name, b"an address", remote, lambda outcome: ended.append((name, outcome))))
@@ -279,16 +286,20 @@ def test_an_unreachable_probe_ends_at_once(bench: Bench) -> None:
     assert "no route" in str(ended[0][1])
 
 
-def test_an_error_of_the_transport_is_told_as_fatal() -> None:
+def test_an_error_of_the_transport_ends_everything_and_is_told_as_fatal() -> None:
+    """O-35: nobody waits for a thread that is gone; the transport is closed first, so that nothing is written."""
     bench = Bench()
+    bench.expect()
+    bench.ready()
 
     def broken(timeout_s: float) -> list[Event]:
         raise RuntimeError("the device is gone")
 
-    bench.transport.poll = broken  # type: ignore[method-assign]
-    bench.transport.wake()
+    bench.mover.call(lambda: setattr(bench.transport, "poll", broken))
     end = time.monotonic() + 10.0
     while not bench.fatal and time.monotonic() < end:
         time.sleep(0.005)
     assert [str(error) for error in bench.fatal] == ["the device is gone"]
+    assert [outcome.failure for outcome in bench.outcomes] == ["the transfer thread has ended: the device is gone"]
+    assert bench.transport.closed
     bench.mover.close()

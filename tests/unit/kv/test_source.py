@@ -264,14 +264,14 @@ def test_digests_are_computed_one_chunk_at_a_time() -> None:
     assert source.work() == math.inf
 
 
-@pytest.mark.parametrize("block_tokens", [8, 16, 128])
+@pytest.mark.parametrize("block_tokens", [4, 8, 16, 128])
 def test_every_signal_fits_however_long_the_prompt_and_small_the_pieces(block_tokens: int) -> None:
-    """O-06: a reader with blocks of 8 tokens, a prompt of 100,000 tokens that was all cached."""
+    """O-06: a reader with blocks of 4 tokens, a prompt of 100,000 tokens that was all cached."""
     count = 100_000 // block_tokens
     rank = FakeRank(layers=1, heads=1, block_tokens=block_tokens)
     listening = Listening(rank, verify=1)
     listening.source.offer("h")
-    listening.ticket(cut=KvSlice(piece_tokens=8, first_head=0, heads=1))
+    listening.ticket(cut=KvSlice(piece_tokens=4, first_head=0, heads=1))
     listening.source.announce("h", Blocks(0, [number % rank.blocks for number in range(count)]))
     while listening.source.work() == 0.0:
         pass
@@ -281,7 +281,33 @@ def test_every_signal_fits_however_long_the_prompt_and_small_the_pieces(block_to
     sizes = [len(signal.SerializeToString()) for _, signal in listening.sent]
     assert max(sizes) <= MAX_SIGNAL_BYTES
     digests = [len(signal.digest.digests) for _, signal in listening.sent if signal.HasField("digest")]
-    assert sum(digests) == count * block_tokens // 8
+    assert sum(digests) == count * block_tokens // 4
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        KvSlice(piece_tokens=0, first_head=2, heads=2),
+        KvSlice(piece_tokens=2, first_head=2, heads=2),
+        KvSlice(piece_tokens=6, first_head=2, heads=2),
+        KvSlice(piece_tokens=16, first_head=2, heads=2),
+        KvSlice(piece_tokens=4, first_head=2, heads=0),
+        KvSlice(piece_tokens=4, first_head=1, heads=2),
+        KvSlice(piece_tokens=4, first_head=2, heads=3),
+    ],
+    ids=str,
+)
+def test_a_cut_that_the_blocks_do_not_have_is_refused(cut: KvSlice) -> None:
+    """O-06, O-43: whatever a reader asks for, the thread goes on and looks at no memory but its own."""
+    listening = Listening(FakeRank(first_head=2, heads=2, block_tokens=8), verify=1)
+    listening.source.offer("h")
+    listening.source.announce("h", Blocks(0, [1]))
+    listening.ticket(cut=cut)
+    (told,) = listening.heard()
+    assert told.startswith("gone: its blocks cannot be cut so")
+    assert listening.source.work() == math.inf
+    listening.ticket(cut=KvSlice(piece_tokens=4, first_head=3, heads=1))
+    assert len(listening.digests()) == 1
 
 
 def test_blocks_of_unknown_handoffs_are_ignored(listening: Listening) -> None:

@@ -50,8 +50,9 @@ def test_rates_are_growth_over_time() -> None:
 
 def test_every_request_has_its_strokes() -> None:
     output = io.StringIO()
-    Console(file=output, width=200).print(screen(view(1, 1), [RUNNING, DONE], (12.0, 34.0)))
+    Console(file=output, width=200).print(screen(view(1, 1), [RUNNING, DONE], (12.0, 34.0), 118))
     lines = output.getvalue().splitlines()
+    assert lines[3].split() == ["decode-0", "?", "ready", "0", "0", "0"]
     assert lines[0] == "router-1 ready  2 in flight  12 tokens/s  34 prompt tokens/s"
     running, done = lines[-2:]
     assert running.split()[:5] == ["chatcmpl-2", "running", "3", "0", "4000"]

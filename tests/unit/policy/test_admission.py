@@ -123,6 +123,23 @@ def test_backlogged_tenants_share_by_weight_whatever_their_prompts(seed: int) ->
     assert work["a"] / total == pytest.approx(0.25, abs=0.03)
 
 
+def test_a_tenant_that_asks_one_at_a_time_does_not_get_more_than_its_share() -> None:
+    """Its debt outlives the moments in which it has nothing queued."""
+    queue = AdmissionQueue(QueueSettings(priority_step_s=1e9, tries=1))
+    for number in range(200):
+        queue.offer(entry(f"small{number}", prefill_s=1.0, tenant="small"), ONE)
+    work = {"small": 0.0, "big": 0.0}
+    for number in range(110):
+        if not any(tenant.queued for name, tenant in queue._tenants.items() if name == "big"):
+            queue.offer(entry(f"big{number}", prefill_s=10.0, tenant="big"), ONE)
+        taken: list[Entry] = []
+        queue.start(0.0, lambda each, taken=taken: not taken and not taken.append(each))  # type: ignore[misc]
+        work[taken[0].request.tenant] += taken[0].prefill_s
+        queue.ended(taken[0].request_id)
+    assert abs(work["big"] - work["small"]) <= 10.0
+    assert work["small"] >= 95.0
+
+
 def test_a_tenant_has_only_so_many_requests_in_flight() -> None:
     settings = QueueSettings(most_in_flight=2)
     names = [entry(f"a{number}", tenant="a") for number in range(4)]

@@ -101,7 +101,7 @@ class Worker:
         self.released: list[str] = []
         self.refusal: TwostrokeError | None = None
 
-    def Prefill(self, request: PrefillRequest, timeout: float) -> Call:
+    def Prefill(self, request: PrefillRequest, timeout: float, metadata: object) -> Call:
         self.calls.append(Call(request))
         return self.calls[-1]
 
@@ -145,6 +145,9 @@ class Stage:
 
     def failed(self, pair: tuple[str, str], error: TwostrokeError) -> None:
         self.blamed.append(pair)
+
+    def report(self, pair: tuple[str, str]) -> None:
+        """No link was probed."""
 
     def succeeded(self, pair: tuple[str, str]) -> None:
         self.praised.append(pair)

@@ -11,6 +11,7 @@ from rich.console import Console
 from twostroke.errors import ConfigError
 from twostroke.measures import SloLimits, parse_slo
 from twostroke.policy.step_model import LinearStepModel, StepBatch
+from twostroke.sim.planner import values
 from twostroke.sim.planner.command import PlanFlags, plan
 from twostroke.sim.planner.errors import Interval, Scaled
 from twostroke.sim.planner.screen import Load, Screener, best, prefill_s
@@ -161,9 +162,33 @@ def test_the_command_writes_what_it_says(model: str, tmp_path: Path) -> None:
     assert "  worker:\n    role: both\n    replicas: 1" in (folder / "kubernetes-values.yaml").read_text()
 
 
-def test_two_pool_values(tmp_path: Path) -> None:
-    from twostroke.sim.planner import values
+def test_ctrl_c_shows_what_there_is(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = 0
 
+    def interrupted(asked: Question, trial: Trial) -> object:
+        nonlocal tried
+        tried += 1
+        if tried > 3:
+            raise KeyboardInterrupt
+        return try_out(asked, trial)
+
+    monkeypatch.setattr("twostroke.sim.planner.search.try_out", interrupted)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    flags = PlanFlags(
+        space(model, "2", budgets=(512,), sequences=(64,)),
+        TrafficSpec(lengths="500/50", rate="2", seconds=20),
+        SloLimits(ttft_s=1.0),
+        FleetSpec(ReplicaSpec(model)),
+        0.95, EXACT, EXACT, 4, 60, True, None, None, "",
+    )  # fmt: skip
+    console = Console(record=True, width=200)
+    assert plan(flags, console) == 130
+    text = console.export_text()
+    assert "Interrupted after 3 simulations" in text
+    assert text.count("one pool: ") + text.count("two pools: ") == 3
+
+
+def test_two_pool_values(tmp_path: Path) -> None:
     reads, writes = ReplicaSpec("m", tp=4, budget_tokens=8192), ReplicaSpec("m", gpu="h200", tp=2, sequences=64)
     values.write(tmp_path, Config(3, 2, 0, reads, writes))
     env = (tmp_path / "compose.env").read_text()

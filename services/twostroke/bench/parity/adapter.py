@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 RANK = 4
-_SCALE = 0.08
+_SCALE = 0.2
 _MODULES = ("q_proj", "v_proj")
 
 

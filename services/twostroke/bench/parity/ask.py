@@ -14,7 +14,7 @@ _TIMEOUT_S = 300.0
 
 
 async def ask(address: tuple[str, int], row: Row) -> Json:
-    """The answer: its JSON, or of a stream the JSON that the same request has without one, and "status".
+    """The answer: its JSON, or of a stream the JSON that the same request has without one, and "http_status".
 
     A stream that ends without its end mark has "broken" set. Cancellation leaves the request to its time-out.
     """
@@ -31,7 +31,7 @@ def _ask(address: tuple[str, int], row: Row) -> Json:
     finally:
         connection.close()
     answer = whole(list(events(content))) if kind == "text/event-stream" else json.loads(content)
-    return {"status": response.status, **answer}
+    return {"http_status": response.status, **answer}
 
 
 def events(content: bytes) -> Iterator[Json | str]:

@@ -29,14 +29,14 @@ class Outcome:
         if self.row.refused:
             return self._not_refused()
         found = [str(difference) for difference in differences(self.one, self.two)]
-        if not found and self.one["status"] != 200:
-            found.append(f"both answer {self.one['status']}: {_message(self.one)}")
+        if not found and self.one["http_status"] != 200:
+            found.append(f"both answer {self.one['http_status']}: {_message(self.one)}")
         if not found and not self._shown():
             found.append("equal, but the answer does not show the feature at work")
         return found
 
     def _not_refused(self) -> list[str]:
-        status, message = self.two["status"], _message(self.two)
+        status, message = self.two["http_status"], _message(self.two)
         if status == 400 and self.row.refused in message:
             return []
         return [f"two pools should answer 400 naming {self.row.refused!r}, they answer {status} {message!r}"]

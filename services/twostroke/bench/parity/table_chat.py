@@ -34,8 +34,8 @@ def chat_rows() -> list[Row]:
     named = {"type": "function", "function": {"name": "get_weather"}}
     made = [
         chat("tools, tool_choice auto", ask, tool_choice="auto", **tools),
-        chat("tools, tool_choice required", ask, _calls, tool_choice="required", **tools),
-        chat("tools, tool_choice named", ask, _calls, tool_choice=named, **tools),
+        chat("tools, tool_choice required", ask, _calls, tool_choice="required", **(tools | {"max_tokens": 64})),
+        chat("tools, tool_choice named", ask, _calls, tool_choice=named, **(tools | {"max_tokens": 64})),
         chat("tools, tool_choice none", ask, lambda answer: not _tool_calls(answer), tool_choice="none", **tools),
         chat(
             "a tool call that auto finds",

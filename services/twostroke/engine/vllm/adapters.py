@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -26,6 +27,11 @@ def adapter_digest(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def _rank(folder: Path) -> int:
+    config = json.loads((folder / _FILES[0]).read_text())
+    return int(config.get("r", 0))
+
+
 class Adapters:
     """The adapters of one engine.
 
@@ -33,9 +39,12 @@ class Adapters:
     name and number: one that is replaced in place finds neither its predecessor's KV nor its weights.
     """
 
-    def __init__(self, load: Callable[[LoRARequest], Awaitable[bool]], limit: int, worker_id: str) -> None:
+    def __init__(
+        self, load: Callable[[LoRARequest], Awaitable[bool]], limit: int, max_rank: int, worker_id: str
+    ) -> None:
         self._load = load
         self._limit = limit
+        self._max_rank = max_rank
         self._worker_id = worker_id
         self._numbers = itertools.count(1)
         self._known: dict[tuple[str, str, str], LoRARequest] = {}
@@ -66,6 +75,11 @@ class Adapters:
             raise UnavailableError(
                 f"adapter {adapter.name!r} at {adapter.path} is {digest} on worker {self._worker_id} and "
                 f"{adapter.digest} on the router; load it again on the router, or copy its files"
+            )
+        if (rank := _rank(Path(adapter.path))) > self._max_rank:
+            raise InvalidRequestError(
+                f"adapter {adapter.name!r} has rank {rank}, worker {self._worker_id} takes {self._max_rank}; "
+                "set --max-lora-rank"
             )
         request = LoRARequest(f"{adapter.name}@{digest}", next(self._numbers), adapter.path)
         try:

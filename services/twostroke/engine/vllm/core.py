@@ -66,7 +66,9 @@ class VllmEngine:
             self._handoffs.adjust(self._config)
         with phases.measure("start engine"):
             self._client = start_client(self._config)
-            self._adapters = Adapters(self._client.add_lora_async, self._settings.max_loras, self._worker_id)
+            self._adapters = Adapters(
+                self._client.add_lora_async, self._settings.max_loras, self._settings.max_lora_rank, self._worker_id
+            )
             endpoint = await self._handoffs.attach(self._client, self._hear)
         with phases.measure("pin cores"):
             await self._client.collective_rpc_async("twostroke_pin", args=(_core_list(settings.cores),))

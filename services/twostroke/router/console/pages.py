@@ -51,11 +51,15 @@ def is_page(path: str) -> bool:
 
 
 class Console:
-    """Serves the console of one router. models: the names that clients may ask for."""
+    """Serves the console of one router.
 
-    def __init__(self, cluster: ClusterService, models: Callable[[], list[str]]) -> None:
+    models: the names that clients may ask for. trace_url: what a trace's id is appended to, or empty.
+    """
+
+    def __init__(self, cluster: ClusterService, models: Callable[[], list[str]], trace_url: str = "") -> None:
         self._cluster = cluster
         self._models = models
+        self._trace_url = trace_url
 
     async def __call__(self, path: str, scope: _Scope, receive: _Receive, send: _Send) -> None:
         """Answers one HTTP call."""
@@ -75,7 +79,8 @@ class Console:
         """What the page shows: the cluster and its requests in proto field names, the models, what can be done."""
         cluster = MessageToDict(self._cluster.view(), preserving_proto_field_name=True, **_ZEROS)
         requests = MessageToDict(self._cluster.requests(_SHOWN_REQUESTS), preserving_proto_field_name=True, **_ZEROS)
-        return {"cluster": cluster, **requests, "models": self._models(), "actions": sorted(actions())}
+        shown = {"cluster": cluster, **requests, "models": self._models(), "actions": sorted(actions())}
+        return {**shown, "trace_url": self._trace_url}
 
     async def _act(self, name: str, receive: _Receive, send: _Send) -> None:
         method = actions().get(name)

@@ -39,6 +39,9 @@ _FINISH = {
     pb.FINISH_REASON_REPETITION: FinishReason.REPETITION,
 }
 
+# What vLLM's engine core calls weights that were never replaced in place, as those of workers never are.
+_WEIGHTS = "default"
+
 # Parts of a request that no engine of the cluster takes, with the name that a client knows them by.
 _REFUSED = {
     "mm_features": "images, audio or video",
@@ -141,7 +144,7 @@ class ClusterCore(EngineCoreClient):
     def _take(self, outputs: Sequence[Output]) -> None:
         converted = [_convert(output) for output in outputs if output.failure is None]
         if converted:
-            self._outputs.put_nowait(EngineCoreOutputs(outputs=converted))
+            self._outputs.put_nowait(EngineCoreOutputs(outputs=converted, weight_version=_WEIGHTS))
         for output in outputs:
             if output.failure is not None:
                 self._fail(output.request_id, output.failure)

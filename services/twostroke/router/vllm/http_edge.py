@@ -150,7 +150,7 @@ class HttpEdge:
         # Middleware is made by vLLM's server and finds these by way of the engine that it serves.
         core = self._llm.engine_core
         core.access, core.max_body_bytes = access, settings.max_body_bytes
-        core.console = Console(cluster, lambda: [names[0], *settings.adapters()])
+        core.console = Console(cluster, lambda: [names[0], *settings.adapters()], settings.trace_url)
 
     async def run(self, started: Callable[[], None]) -> None:
         """Serves HTTP; calls `started` when it listens. Raises ConfigError when the port is taken."""

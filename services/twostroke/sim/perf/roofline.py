@@ -19,6 +19,7 @@ from twostroke.sim.perf.hardware import Hardware
 from twostroke.sim.perf.model_shape import ModelShape
 
 _ACTIVATION_BYTES = 2
+_MOST_RESERVE_BYTES = 4e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,13 +230,17 @@ class RooflineStepModel:
         experts = shape.routed_parameters * self.precision.expert_bytes / (par.ep * par.expert_shards)
         return (dense + ends + experts) / par.pp
 
-    def kv_capacity_tokens(self, memory_share: float = 0.9, free_share: float = 1.0, reserve_bytes: float = 4e9) -> int:
+    def kv_capacity_tokens(
+        self, memory_share: float = 0.9, free_share: float = 1.0, reserve_bytes: float | None = None
+    ) -> int:
         """Tokens of KV that the worker holds, all its ranks together; 0 when the weights do not fit.
 
-        memory_share: of the memory that the engine may use; reserve_bytes: of it for activations, per accelerator;
-        free_share: of what weights and activations leave.
+        memory_share: of the memory that the engine may use; reserve_bytes: of it for activations, per accelerator, a
+        twentieth of the memory and at most 4 GB when None; free_share: of what weights and activations leave.
         """
-        free = self.hardware.memory_bytes * memory_share - self.weight_bytes() - reserve_bytes
+        memory = self.hardware.memory_bytes
+        reserved = min(_MOST_RESERVE_BYTES, memory / 20) if reserve_bytes is None else reserve_bytes
+        free = memory * memory_share - self.weight_bytes() - reserved
         split = 1 if self.shape.kv_rank else min(self.parallel.tp, max(self.shape.kv_heads, 1))
         per_token = self.shape.kv_bytes_per_token(self.precision.kv_bytes) / (split * self.parallel.pp)
         return max(int(free * free_share / per_token) * self.parallel.dp, 0)

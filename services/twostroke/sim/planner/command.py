@@ -11,7 +11,7 @@ from rich.console import Console
 from twostroke.measures import SloLimits
 from twostroke.sim.planner import html, values, words
 from twostroke.sim.planner.errors import Interval
-from twostroke.sim.planner.search import Lab, Question, search
+from twostroke.sim.planner.search import Lab, Question, search, so_far
 from twostroke.sim.planner.space import Space
 from twostroke.sim.planner.verdict import judge
 from twostroke.sim.scenario import FleetSpec, TrafficSpec
@@ -71,7 +71,8 @@ def plan(flags: PlanFlags, console: Console | None = None) -> int:
                 most=min(flags.requests, 1000), with_flips=flags.with_flips,
             )  # fmt: skip
     except KeyboardInterrupt:
-        line(console, f"Interrupted after {done} simulations; nothing was decided.", "yellow")
+        line(console, f"Interrupted after {done} simulations; nothing was decided. So far:", "yellow")
+        words.show_table(console, so_far(lab).candidates[:10])
         return _INTERRUPTED
     words.show(console, question, found, verdict)
     if flags.json_file is not None:

@@ -106,6 +106,8 @@ class Lab:
     question: Question
     processes: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     done: Callable[[], None] = lambda: None
+    finished: list[tuple[Trial, Summary]] = field(default_factory=list)
+    """All that was simulated."""
     _pool: ProcessPoolExecutor | None = None
 
     @contextmanager
@@ -126,8 +128,9 @@ class Lab:
         """The summaries, in order."""
         results = []
         found = self._pool.map(_Worker.run, trials) if self._pool else (try_out(self.question, each) for each in trials)
-        for summary in found:
+        for trial, summary in zip(trials, found, strict=True):
             results.append(summary)
+            self.finished.append((trial, summary))
             self.done()
         return results
 
@@ -160,6 +163,17 @@ class Found:
     def first(self, two_pools: bool) -> Candidate | None:
         """The best of one shape."""
         return next((each for each in self.candidates if each.config.two_pools == two_pools), None)
+
+
+def so_far(lab: Lab) -> Found:
+    """What an interrupted search had come to: the unchanged traffic's simulations, best first."""
+    plain = (1.0, (1.0, 1.0), 1.0, 1.0, lab.question.slo)
+    candidates = [
+        Candidate(trial.config, summary)
+        for trial, summary in lab.finished
+        if (trial.factor, trial.speed, trial.link_factor, trial.prompt_factor, trial.slo) == plain
+    ]
+    return Found(0, sorted(candidates, key=lambda each: each.rank(lab.question.target)))
 
 
 def search(lab: Lab, space: Space, simulated: int, say: Callable[[str], None], most: int = 0) -> Found:

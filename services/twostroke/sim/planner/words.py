@@ -91,10 +91,15 @@ def show(console: Console, question: Question, found: Found, verdict: Verdict, r
         line(console, "What would turn it round between these two pools and one pool of as many GPUs:", "bold")
         for text in flips(verdict):
             line(console, f"  {text}")
+    show_table(console, listed(found, verdict, rows))
+
+
+def show_table(console: Console, candidates: Sequence[Candidate]) -> None:
+    """Prints simulated fleets."""
     table = Table(title="simulated fleets, best first", title_justify="left")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "fleet" else "right")
-    for each in listed(found, verdict, rows):
+    for each in candidates:
         table.add_row(*cells(each))
     console.print(table)
 

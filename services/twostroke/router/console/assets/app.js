@@ -8,7 +8,7 @@ const $ = (id) => document.getElementById(id);
 const POLL_MS = 1000, POINTS = 120, WINDOW_MS = 60000, SHOWN = 50;
 
 const history = [], rows = new Map(), open = new Set();
-let last = null, latest = [], held = false, asked = false, drawn = null;
+let last = null, latest = [], held = false, asked = false, drawn = null, traceUrl = "";
 
 function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
@@ -52,6 +52,7 @@ function show(state) {
   const { cluster, requests } = state;
   status(cluster.ready ? "good" : "warn", cluster.ready ? `${cluster.router_id}: ready` : `${cluster.router_id}: not ready, waits for ${cluster.waiting_for}`);
   latest = requests;
+  traceUrl = state.trace_url;
   remember(cluster, requests);
   showFigures();
   draw(cluster);
@@ -227,7 +228,10 @@ function details(request, strokes, whole) {
   const facts = `prompt ${request.prompt_tokens} tokens, answer ${request.completion_tokens}; first token after `
     + `${time.first_token_ms ? ms(time.first_token_ms) : "-"}${Number.isFinite(each) ? `, then ${ms(each)} a token` : ""}; placed ${time.attempts} time${time.attempts === 1 ? "" : "s"}; `
     + `${time.decode_computed_tokens} prompt tokens computed on decode`;
-  return [element("p", { textContent: `${request.request_id}: ${facts}` }), element("div", {}, gantt(strokes, whole)),
+  const trace = request.trace_id && (traceUrl
+    ? element("a", { href: traceUrl + request.trace_id, target: "_blank", rel: "noopener", textContent: `trace ${request.trace_id}` })
+    : `trace ${request.trace_id}`);
+  return [element("p", {}, `${request.request_id}: ${facts} `, trace || ""), element("div", {}, gantt(strokes, whole)),
     element("table", {}, element("thead", {}, head), body), ...(request.failure ? [element("p", { className: "bad", textContent: request.failure })] : [])];
 }
 

@@ -35,7 +35,7 @@ export function phases(request) {
     const placed = Math.max(attempt.placed_ms, start);
     if (placed > start) found.push({ kind: "queue", name: "place", start, end: placed });
     found.push({ kind: "failed", name: `attempt ${index + 1}`, start: placed, end: attempt.failed_ms,
-      worker: attempt.prefill_worker_id, note: attempt.reason });
+      worker: [attempt.prefill_worker_id, attempt.decode_worker_id].filter(Boolean).join(", "), note: attempt.reason });
     start = attempt.failed_ms;
   });
   const answeredBefore = request.failed_attempts.length && time.first_token_ms && time.first_token_ms <= start;
