@@ -54,8 +54,9 @@ lint: $(BASE) $(GENERATED) ## Checks style, types and protos
 	@$(BIN)/mypy
 	@cd protos && $(abspath $(BIN))/buf lint
 
-docs: $(BASE) $(GENERATED) ## Writes the tables of docs/operations.md and docs/errors.md from the code
+docs: $(BASE) $(GENERATED) ## Writes the tables of docs/operations.md, errors.md and observability.md from the code
 	@$(BIN)/python -m twostroke.reference docs
+	@$(BIN)/python -m twostroke.telemetry.tables docs/observability.md
 
 test-compose: $(BASE) $(GENERATED) ## Tests the containers (COMPOSE_TARGET=reference or cpu): clients, faults, networks
 	@COMPOSE_TARGET=$(COMPOSE_TARGET) $(BIN)/python -m pytest tests/compose -p no:cacheprovider

@@ -172,7 +172,7 @@ async def running(target: str) -> AsyncIterator[Stack]:
         "NOFILE": _limit("RLIMIT_NOFILE", 65536),
     }
     if target == "reference":
-        environment |= {"ENGINE": "reference", "FRONT_END": "plain", "OTLP_ENDPOINT": ""}
+        environment |= {"ENGINE": "reference", "FRONT_END": "plain"}
     stack = Stack(target, environment)
     try:
         begun_s = time.monotonic()

@@ -82,7 +82,7 @@ class Prometheus:
         """What it answers once it answers something."""
         async with asyncio.timeout(WAIT_S):
             found = await self._try(query)
-            while not found:  # noqa: ASYNC110 another process works
+            while not found:
                 await asyncio.sleep(0.2)
                 found = await self._try(query)
         return found
@@ -155,6 +155,7 @@ async def test_what_requests_leave_in_the_numbers() -> None:
     assert router['twostroke_prompts_total{kv="transferred"}'] == 3
     assert router['twostroke_prompts_total{kv="none"}'] == 1
     assert router['twostroke_tokens_total{kind="input"}'] == 3 * 320 + 50
+    assert router['twostroke_tokens_total{kind="cached_input"}'] == 48
     assert router['twostroke_tokens_total{kind="output"}'] == 16
     assert router["twostroke_handoff_exposed_seconds_count"] == 3
     assert router["twostroke_handoff_bytes_total"] == 3 * 20 * 512
@@ -164,7 +165,7 @@ async def test_what_requests_leave_in_the_numbers() -> None:
     assert decode['twostroke_kv_received_handoffs_total{worker="decode-0"}'] == 3
     assert decode['twostroke_kv_received_bytes_total{worker="decode-0"}'] == 3 * 20 * 512
     assert prefill['vllm:num_requests_running{engine="0",model_name="reference"}'] == 0
-    assert prefill['vllm:prompt_tokens_total{engine="0",model_name="reference"}'] == 3 * 320 + 50
+    assert prefill['vllm:prompt_tokens_total{engine="0",model_name="reference"}'] == 3 * 320 + 2, "48 were cached"
     assert not any(name.startswith("gen_ai") for name in (*prefill, *decode)), "counted once, at the router"
     assert {name.partition("{")[0].removesuffix("_created") for name in prefill} >= {
         "vllm:num_requests_waiting",

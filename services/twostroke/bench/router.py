@@ -19,7 +19,7 @@ import psutil
 import typer
 
 from twostroke.bench import router_report as report
-from twostroke.bench import tiny_model
+from twostroke.bench import tiny_model, tracing
 from twostroke.bench.command import command_line, end, finish, log_folder, make_app, make_console, make_say
 from twostroke.bench.load import Load, drive, requests
 from twostroke.bench.meter import Meter
@@ -191,6 +191,7 @@ async def compare(models: Sequence[str], options: Options) -> None:
         report.rows(record, Path(name).name, made)
         report.checks(record, Path(name).name, made, options.streams, VLLM_ROUTER_INSTALL)
         report.validity(record, Path(name).name, results.texts, results.idle_percent)
+    await tracing.measure(record, options.rounds * 2, options.seconds, say)
     finish(record, console)
 
 

@@ -30,6 +30,8 @@ class Outcome:
     """Blocks that are not here whole and known to be right; none where all went well."""
     quarantine: tuple[tuple[int, int], ...] = ()
     """Memory that must never be used again."""
+    chunks: int = 0
+    """In how many it came."""
 
 
 @dataclass(slots=True)
@@ -140,6 +142,7 @@ class Receive:
             self.corrupt,
             self.missing(local) if self.failure else (),
             self.quarantine,
+            sum(chunk.arrived for part in self.parts for chunk in part.chunks.values()),
         )
 
     def missing(self, local: KvMemory) -> list[int]:

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+_Floats = npt.NDArray[np.float64]
 _PERIODS = 0.7
 """Periods that must have been seen before one is believed in."""
+_SURE = 1.5
+"""Periods after which it is believed in alone."""
 _SHORTEST_S = 300.0
-_STEPS = 64
 _SIGNIFICANT = 8.0
 _REFIT_S = 60.0
 _TREND = 5.0
@@ -91,6 +94,10 @@ class Forecast:
             self._wave = _fit_wave(self._seen)
 
     @property
+    def _span_s(self) -> float:
+        return self._seen[-1][0] - self._seen[0][0]
+
+    @property
     def periodic(self) -> bool:
         """Whether a period was found."""
         return self._wave is not None
@@ -98,7 +105,11 @@ class Forecast:
     def at(self, at_s: float) -> Rate:
         """The rate at a time, now or later."""
         if self._wave is not None:
-            return Rate(max(0.0, self._wave.at(at_s)), self._wave.sigma)
+            wave = Rate(max(0.0, self._wave.at(at_s)), self._wave.sigma)
+            # Half of a wave and a plain rise look alike.
+            if self._line is not None and self._wave.omega * self._span_s < 2 * math.pi * _SURE:
+                return max(wave, self._line.at(at_s), key=lambda rate: rate.per_s)
+            return wave
         return self._line.at(at_s) if self._line is not None else self._level
 
     def _recent(self, over_s: float) -> list[tuple[float, float, float]]:
@@ -133,24 +144,38 @@ def _fit_wave(seen: Sequence[tuple[float, float, float]]) -> _Wave | None:
     """The period that explains the history best, if one explains it down to the noise."""
     table = np.array(seen)
     times, rates = table[:, 0], table[:, 2] / table[:, 1]
-    longest_s = float(times[-1] - times[0]) / _PERIODS
-    if longest_s < _SHORTEST_S:
+    span_s = float(times[-1] - times[0])
+    if span_s < _PERIODS * _SHORTEST_S:
         return None
     # Counts of a Poisson process vary by their mean.
     noise = float((table[:, 2] / table[:, 1] ** 2).mean())
     if float(rates.var()) <= 2 * noise:
         return None
-    best: _Wave | None = None
-    least = math.inf
-    for period_s in np.geomspace(_SHORTEST_S, longest_s, _STEPS):
-        omega = 2 * math.pi / float(period_s)
-        columns = np.stack([np.ones_like(times), np.cos(omega * times), np.sin(omega * times)], axis=1)
-        found = np.linalg.lstsq(columns, rates, rcond=None)[0]
-        residual = float(((rates - columns @ found) ** 2).mean())
-        if residual < least:
-            least = residual
-            mean, cosine, sine = (float(each) for each in found)
-            best = _Wave(omega, mean, cosine, sine, math.sqrt(3 * residual / len(times)))
-    if best is None or least > 2 * noise or math.hypot(best.cosine, best.sine) < _SIGNIFICANT * best.sigma:
+    # Over the whole history two neighbouring frequencies come apart by a quarter of a turn.
+    step = 0.25 / span_s
+    coarse = np.arange(_PERIODS / span_s, 1 / _SHORTEST_S + step, step)
+    least, best = min(_fit_at(times, rates, float(each)) for each in coarse)
+    fine = best + step * np.linspace(-1, 1, 9)
+    least, best = min(_fit_at(times, rates, float(each)) for each in fine if each > 0)
+    wave = _wave_at(times, rates, best, least)
+    if least > 2 * noise or math.hypot(wave.cosine, wave.sine) < _SIGNIFICANT * wave.sigma:
         return None
-    return best
+    return wave
+
+
+def _columns(times: _Floats, frequency: float) -> _Floats:
+    angle = 2 * math.pi * frequency * times
+    return np.stack([np.ones_like(times), np.cos(angle), np.sin(angle)], axis=1)
+
+
+def _fit_at(times: _Floats, rates: _Floats, frequency: float) -> tuple[float, float]:
+    """(mean squared residual, frequency)"""
+    columns = _columns(times, frequency)
+    found = np.linalg.lstsq(columns, rates, rcond=None)[0]
+    return float(((rates - columns @ found) ** 2).mean()), frequency
+
+
+def _wave_at(times: _Floats, rates: _Floats, frequency: float, residual: float) -> _Wave:
+    mean, cosine, sine = np.linalg.lstsq(_columns(times, frequency), rates, rcond=None)[0]
+    sigma = math.sqrt(3 * residual / len(times))
+    return _Wave(2 * math.pi * frequency, float(mean), float(cosine), float(sine), sigma)

@@ -44,8 +44,10 @@ class PrefillStroke:
         )
         self.ended = asyncio.get_running_loop().create_task(self._run(), name=f"prefill {request.request_id}")
         """Done when the worker has said everything; it raises what broke the call."""
-        # Nobody asks for it once the answer is complete.
-        self.ended.add_done_callback(lambda task: task.cancelled() or task.exception())
+        # At once, not when the task runs: whoever is placed in this moment is to see it.
+        member.prefill_tokens += self._prompt_tokens
+        member.prefills.add(self._abandon)
+        self.ended.add_done_callback(self._done)
 
     async def offer(self) -> Handoff | None:
         """The KV on offer, as soon as there is any; None when there will be none, since the first token is the last.
@@ -71,11 +73,9 @@ class PrefillStroke:
         """Cancels what still runs."""
         self._call.cancel()
         self.ended.cancel()
+        self._leave()
 
     async def _run(self) -> None:
-        member = self.member
-        member.prefill_tokens += self._prompt_tokens
-        member.prefills.add(self._abandon)
         try:
             async for response in self._call:
                 event = response.WhichOneof("event")
@@ -91,9 +91,17 @@ class PrefillStroke:
             if self._abandoned:
                 raise WorkerLostError(self._abandoned) from None
             raise
-        finally:
-            member.prefills.discard(self._abandon)
-            member.prefill_tokens -= self._prompt_tokens
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._leave()
+        if not task.cancelled():
+            # Nobody asks for it once the answer is complete.
+            task.exception()
+
+    def _leave(self) -> None:
+        self.member.prefills.discard(self._abandon)
+        self.member.prefill_tokens -= self._prompt_tokens
+        self._prompt_tokens = 0
 
     def _abandon(self, reason: str) -> None:
         self._abandoned = reason
@@ -113,6 +121,8 @@ class PrefillStroke:
         self._on_first_token(first)
 
     def _lost(self, error: grpc.aio.AioRpcError) -> Exception:
+        if self._abandoned:
+            return WorkerLostError(self._abandoned)
         cause = to_error(error)
         if isinstance(cause, EngineError):
             # The request did nothing wrong; another worker has another engine.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from twostroke.measures import SloLimits
 from twostroke.policy.attainment import Demand, Member
@@ -91,6 +91,7 @@ class Autoscaler:
     slo: SloLimits
     changes: list[tuple[float, str, int]] = field(default_factory=list)
     counts: list[tuple[float, str, int]] = field(default_factory=list)
+    _demand: Demand = field(default_factory=lambda: Demand(0.0, 1.0, 1.0, Slo()))
     _seen: int = 0
     _started: int = 0
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_SMOOTHED))
@@ -103,11 +104,11 @@ class Autoscaler:
         cluster = self.cluster
         for group in cluster.fleet.groups:
             self._kinds.setdefault(_ROLES[group.role.name], group.kind)
-        demand = self._demand(1.0)
+        self._demand = self._usual()
         if self.scaling.replicas is not None:
             like = {role: self._like(role, kind) for role, kind in self._kinds.items()}
             make = Clairvoyant.of(cluster.traffic) if self.scaling.clairvoyant else ReplicaController
-            self._replicas = make(like, demand, self.scaling.replicas)
+            self._replicas = make(like, self._demand, self.scaling.replicas)
         if self.scaling.ratio is not None:
             self._ratio = RoleController(self.scaling.ratio)
         cluster.send(self.scaling.interval_s, self._tick, None)
@@ -122,13 +123,14 @@ class Autoscaler:
             step_budget_tokens=limits.budget_tokens,
         )
 
-    def _demand(self, per_s: float) -> Demand:
+    def _usual(self) -> Demand:
+        """What a request is like, of one request per second."""
         traffic = self.cluster.traffic
         count = max(1, len(traffic))
         prompts = sum(traffic.prompt_tokens) / count
         variance = sum((tokens - prompts) ** 2 for tokens in traffic.prompt_tokens) / count
         slo = Slo(self.slo.ttft_s or Slo().ttft_s, self.slo.itl_s or self.slo.tpot_s or Slo().itl_s)
-        return Demand(per_s, prompts, sum(traffic.output_tokens) / count, slo, prompt_cv2=variance / prompts**2)
+        return Demand(1.0, prompts, sum(traffic.output_tokens) / count, slo, prompt_cv2=variance / prompts**2)
 
     def _tick(self, _: object, now_s: float) -> None:
         cluster, interval_s = self.cluster, self.scaling.interval_s
@@ -197,7 +199,8 @@ class Autoscaler:
             for name, worker in workers.items()
         ]
         self._recent.append(per_s)
-        decision = self._ratio.decide(members, self._demand(sum(self._recent) / len(self._recent)), now_s)
+        demand = replace(self._demand, requests_per_s=sum(self._recent) / len(self._recent))
+        decision = self._ratio.decide(members, demand, now_s)
         worker = workers.get(decision.worker)
         if worker is None:
             return

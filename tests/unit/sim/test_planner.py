@@ -158,7 +158,7 @@ def test_the_command_writes_what_it_says(model: str, tmp_path: Path) -> None:
     assert "<svg" in page
     assert "http" not in page.replace("http-equiv", "")
     assert "&lt;&amp;&gt;" in page
-    assert "WORKER_REPLICAS=1" in (folder / "compose.env").read_text()
+    assert "  worker:\n    deploy: { replicas: 1 }" in (folder / "compose.plan.yaml").read_text()
     assert "  worker:\n    role: both\n    replicas: 1" in (folder / "kubernetes-values.yaml").read_text()
 
 
@@ -191,7 +191,11 @@ def test_ctrl_c_shows_what_there_is(model: str, monkeypatch: pytest.MonkeyPatch)
 def test_two_pool_values(tmp_path: Path) -> None:
     reads, writes = ReplicaSpec("m", tp=4, budget_tokens=8192), ReplicaSpec("m", gpu="h200", tp=2, sequences=64)
     values.write(tmp_path, Config(3, 2, 0, reads, writes))
-    env = (tmp_path / "compose.env").read_text()
-    for expected in ("PREFILL_REPLICAS=3", "PREFILL_GPUS=4", "DECODE_REPLICAS=2", "DECODE_MAX_SEQUENCES=64"):
-        assert expected in env
+    compose = (tmp_path / "compose.plan.yaml").read_text()
+    assert (
+        '  prefill:\n    deploy: { replicas: 3 }\n    environment:\n      TWOSTROKE_STEP_BUDGET_TOKENS: "8192"'
+        in compose
+    )
+    assert "  decode:\n    deploy: { replicas: 2 }" in compose
+    assert 'TWOSTROKE_MAX_SEQUENCES: "64"\n      TWOSTROKE_TENSOR_PARALLEL: "2"' in compose
     assert "gpuType: h200" in (tmp_path / "kubernetes-values.yaml").read_text()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.config import WorkerSettings
 from twostroke.engine.base import EngineInfo, EngineLoad, EngineOutput, EngineStep, LinkReport, Stroke
-from twostroke.engine.vllm.handoffs import Failed, Handoffs, News, NixlHandoffs, Source, Started
+from twostroke.engine.vllm.handoffs import Failed, Handoffs, News, NixlHandoffs, Received, Source, Started
 from twostroke.engine.vllm.launch import Phases, create_config, prepare_environment, start_client
 from twostroke.errors import (
     EngineError,
@@ -171,6 +171,10 @@ class VllmEngine:
         """What the connector tells outside of steps."""
         state = self._requests.get(news.request_id)
         if state is None:
+            return
+        if isinstance(news, Received):
+            # Told with the prompt's own output; nobody waits for it.
+            state.chunks = news.chunks
             return
         if isinstance(news, Started):
             state.started = True

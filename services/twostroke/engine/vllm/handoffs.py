@@ -60,7 +60,15 @@ class Recomputed:
     tokens: int
 
 
-News = Started | Failed | Recomputed
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A request's KV is here; it came in so many chunks."""
+
+    request_id: str
+    chunks: int
+
+
+News = Started | Failed | Recomputed | Received
 
 
 class Handoffs(Protocol):

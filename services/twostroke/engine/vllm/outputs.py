@@ -38,6 +38,8 @@ class Request:
     started: bool = False
     reported: bool = False
     """What the prompt cost has been reported."""
+    chunks: int = 0
+    """In which the prompt's KV came."""
     recomputed: int = 0
     """Prompt tokens that did not arrive and are computed here."""
 
@@ -50,6 +52,7 @@ def convert(state: Request, output: Any) -> EngineOutput:
         state.reported = True
         result.prompt = prompt_stats(output, state.admitted_s, len(state.going_on.appended))
         result.prompt.computed_tokens += state.recomputed
+        result.prompt.transfer_chunks = state.chunks
         result.prompt_logprobs = logprobs_to_wire(output.new_prompt_logprobs_tensors)
     skipped = _skip_forced(state, output, result)
     result.token_ids = output.new_token_ids[skipped:]

@@ -10,12 +10,12 @@ from twostroke.sim.replica import ReplicaSpec
 
 
 def write(folder: Path, config: Config) -> list[Path]:
-    """Writes compose.env and kubernetes-values.yaml into a folder; returns their paths."""
+    """Writes compose.plan.yaml and kubernetes-values.yaml into a folder; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    env, values = folder / "compose.env", folder / "kubernetes-values.yaml"
-    env.write_text("\n".join(_env(config)) + "\n")
+    compose, values = folder / "compose.plan.yaml", folder / "kubernetes-values.yaml"
+    compose.write_text("\n".join(_compose(config)) + "\n")
     values.write_text("\n".join(_yaml(config)) + "\n")
-    return [env, values]
+    return [compose, values]
 
 
 def _pools(config: Config) -> list[tuple[str, int, ReplicaSpec]]:
@@ -24,17 +24,20 @@ def _pools(config: Config) -> list[tuple[str, int, ReplicaSpec]]:
     return [("worker", config.both, config.decode_spec)]
 
 
-def _env(config: Config) -> Iterator[str]:
+def _compose(config: Config) -> Iterator[str]:
     yield f"# {config.text()}"
-    yield f"TWOSTROKE_MODEL={config.decode_spec.model}"
+    if config.two_pools:
+        yield "# docker compose -f compose.yaml -f docker/compose.gpu.yaml -f compose.plan.yaml up"
+    else:
+        yield "# compose.yaml has two pools; for one, start `twostroke worker` with these settings so many times."
+    yield "services:"
     for name, count, spec in _pools(config):
-        prefix = name.upper()
-        yield f"{prefix}_REPLICAS={count}"
-        yield f"{prefix}_GPUS={spec.tp * spec.pp * spec.dp}"
-        yield f"{prefix}_TENSOR_PARALLEL={spec.tp}"
-        yield f"{prefix}_PIPELINE_PARALLEL={spec.pp}"
-        yield f"{prefix}_STEP_BUDGET_TOKENS={spec.budget_tokens}"
-        yield f"{prefix}_MAX_SEQUENCES={spec.sequences}"
+        yield f"  {name}:"
+        yield f"    deploy: {{ replicas: {count} }}"
+        yield "    environment:"
+        yield f'      TWOSTROKE_STEP_BUDGET_TOKENS: "{spec.budget_tokens}"'
+        yield f'      TWOSTROKE_MAX_SEQUENCES: "{spec.sequences}"'
+        yield f'      TWOSTROKE_TENSOR_PARALLEL: "{spec.tp}"'
 
 
 def _yaml(config: Config) -> Iterator[str]:

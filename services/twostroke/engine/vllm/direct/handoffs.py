@@ -16,7 +16,7 @@ from typing import Any
 from twostroke.config import WorkerSettings
 from twostroke.engine.base import EngineLoad, LinkReport
 from twostroke.engine.vllm.direct import notes
-from twostroke.engine.vllm.handoffs import Failed, News, Recomputed, Source, Started
+from twostroke.engine.vllm.handoffs import Failed, News, Received, Recomputed, Source, Started
 from twostroke.errors import KvCorruptError, KvLostError, LayoutMismatchError, TwostrokeError, by_reason
 from twostroke.kv.holds import HoldTable
 from twostroke.kv.layout import CUTTING_CONNECTOR
@@ -182,6 +182,8 @@ class DirectHandoffs:
                 self._hear(Failed(request_id, kind(f"the KV of {request_id} did not arrive: {reason}")))
             case notes.Recomputed(request_id, tokens):
                 self._hear(Recomputed(request_id, tokens))
+            case notes.Received(request_id, chunks):
+                self._hear(Received(request_id, chunks))
             case notes.Withdraw(handoff_id):
                 self._held.discard(handoff_id)
             case notes.Probed():

@@ -102,6 +102,7 @@ class Ended(Note):
     missing: list[int]
     unusable: bool
     """The missing blocks may still be written, for good."""
+    chunks: int = 0
 
 
 class Started(Note):
@@ -126,6 +127,13 @@ class Recomputed(Note):
     request_id: str
     tokens: int
     reason: str
+
+
+class Received(Note):
+    """Core to main: a request's KV is here."""
+
+    request_id: str
+    chunks: int
 
 
 class Release(Note):
@@ -162,7 +170,7 @@ class DropPeer(Note):
 
 _NOTES = (
     Offer | Finish | Withdraw | Expect | Begin | Skip | Cancel | Renewed | Read | Ended | Started | Failed | Recomputed
-    | Release | Probe | Probed | DropPeer
+    | Received | Release | Probe | Probed | DropPeer
 )  # fmt: skip
 
 

@@ -216,6 +216,7 @@ class Rank:
                 outcome.corrupt,
                 list(outcome.missing),
                 unusable=bool(outcome.quarantine),
+                chunks=outcome.chunks,
             )
         )
 

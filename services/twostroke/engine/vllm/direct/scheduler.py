@@ -89,6 +89,8 @@ class _HandoffScheduling(Scheduler):
         unusable = {block for each in said if each.unusable for block in each.missing}
         self.connector.core.held.pin(unusable)
         failures = [each for each in said if each.failure]
+        if not failures:
+            self.connector.core.tell_main(notes.Received(request_id, sum(each.chunks for each in said)))
         if request is not None and not request.is_finished() and failures:
             missing = {block for each in failures for block in each.missing}
             if self._may_recompute(request, said, missing, unusable):

@@ -1,0 +1,148 @@
+"""`python -m twostroke.bench.tracing`: what full tracing costs the router; a part of `make bench-router`, too.
+
+Two routers with vLLM's front end, one that traces every request and one that traces none, over the same workers, which
+run the reference engine: nothing else differs, and no engine disturbs. Alone it writes build/bench/tracing.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from twostroke.bench.command import command_line, end, finish, log_folder, make_app, make_console, make_say
+from twostroke.bench.load import MODEL, drive, requests
+from twostroke.bench.meter import Meter
+from twostroke.bench.record import Record
+from twostroke.bench.running import Running, Say, running
+from twostroke.bench.stacks import Stack
+from twostroke.config import child_environment, free_port
+from twostroke.launch.model import obtain
+from twostroke.launch.processes import ProcessSpec
+
+app = make_app()
+
+GOAL_PERCENT = 2.0
+_HOST = "127.0.0.1"
+_OFF, _ON = "off", "on"
+_STREAMS, _PROMPT_TOKENS, _MAX_TOKENS = 32, 100, 64
+_STEP_MS = 20
+_WARM_UP_S = 2.0
+# Spans go out twice a second, and each measurement waits for the last of its own.
+_DELAY_MS, _SETTLE_S = 500, 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """CPU time of each router per token, in microseconds."""
+
+    off_us: float
+    on_us: float
+
+    @property
+    def added_percent(self) -> float:
+        return (self.on_us / self.off_us - 1) * 100
+
+
+async def measure(record: Record, rounds: int, seconds: float, say: Say) -> None:
+    """Adds the comparison to a record. Raises UnavailableError when something does not come up."""
+    say("starting two routers over reference workers, to compare tracing on and off")
+    async with running(_stacks(obtain("", say), child_environment()), log_folder("tracing"), say) as started:
+        routers = {each.stack.name: each for each, _ in started}
+        for each in routers.values():
+            await _used_us(each, "warm-up", _WARM_UP_S)
+        measured = [await _round(routers, number, seconds, say) for number in range(rounds)]
+    _record(record, measured)
+
+
+async def _round(routers: Mapping[str, Running], number: int, seconds: float, say: Say) -> _Round:
+    used_us: dict[str, float] = {}
+    for name in (_OFF, _ON) if number % 2 else (_ON, _OFF):
+        used_us[name] = await _used_us(routers[name], str(number), seconds)
+    made = _Round(used_us[_OFF], used_us[_ON])
+    say(f"round {number + 1}: off {made.off_us:.1f}, on {made.on_us:.1f} us a token ({made.added_percent:+.1f} %)")
+    return made
+
+
+async def _used_us(router: Running, seed: str, seconds: float) -> float:
+    router.check_alive()
+    meter = Meter({"router": router.groups()["router"]})
+    load = await drive(
+        router.stack.address, requests(seed, _PROMPT_TOKENS, _MAX_TOKENS), _STREAMS, seconds, meter.start
+    )
+    await asyncio.sleep(_SETTLE_S)
+    return meter.used_s()["router"] / (len(load.answers) * _MAX_TOKENS) * 1e6
+
+
+def _record(record: Record, rounds: list[_Round]) -> None:
+    off_us = statistics.median(each.off_us for each in rounds)
+    on_us = statistics.median(each.on_us for each in rounds)
+    added = sorted(each.added_percent for each in rounds)
+    middle = statistics.median(added)
+    record.row(system="tracing off", streams=_STREAMS, router_us=off_us)
+    record.row(
+        system="tracing on", streams=_STREAMS, router_us=on_us, added_percent_low=added[0], added_percent_high=added[-1]
+    )
+    record.check(
+        "CPU that tracing every request adds to the router",
+        middle,
+        "% of router CPU",
+        f"< {GOAL_PERCENT:g} %",
+        middle < GOAL_PERCENT,
+    )
+
+
+def _stacks(model: str, environment: Mapping[str, str]) -> list[Stack]:
+    ports: list[int] = []
+    while len(ports) < 7:
+        ports.append(free_port(_HOST, ports))
+    sink, prefill, decode, *routers = ports
+    workers = f"{_HOST}:{prefill},{_HOST}:{decode}"
+    below = tuple(
+        _process(name, port, environment, "twostroke.worker", "--engine=reference", f"--role={name}", f"--port={port}",
+                 f"--worker-id={name}", f"--reference-step-ms={_STEP_MS}")
+        for name, port in (("prefill", prefill), ("decode", decode))
+    )  # fmt: skip
+    receiver = _process("sink", sink, environment, "twostroke.bench.trace_sink", str(sink))
+    off, on = (
+        _process(f"router-{name}", grpc_port, {**environment, "OTEL_BSP_SCHEDULE_DELAY": str(_DELAY_MS)},
+                 "twostroke.router", f"--model={model}", f"--served-model-name={MODEL}", f"--workers={workers}",
+                 f"--http-port={http_port}", f"--grpc-port={grpc_port}", "--log-level=WARNING", "--drain-s=1", *flags)
+        for name, http_port, grpc_port, flags in (
+            (_OFF, routers[0], routers[1], ()),
+            (_ON, routers[2], routers[3], (f"--otlp-endpoint={_HOST}:{sink}",)),
+        )
+    )  # fmt: skip
+    return [
+        Stack(_OFF, ((*below, off),), (_HOST, routers[0]), (off.name,), ()),
+        Stack(_ON, ((receiver, on),), (_HOST, routers[2]), (on.name,), ()),
+    ]
+
+
+def _process(name: str, port: int, environment: Mapping[str, str], module: str, *flags: str) -> ProcessSpec:
+    return ProcessSpec(name, (sys.executable, "-m", module, *flags), f"{_HOST}:{port}", environment)
+
+
+async def _alone(rounds: int, seconds: float) -> None:
+    console = make_console()
+    record = Record("tracing", command_line("tracing"))
+    await measure(record, rounds, seconds, make_say(console))
+    finish(record, console)
+
+
+@app.command()
+def main(
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Pairs of measurements.")] = 10,
+    seconds: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Of one measurement.")] = 3.0,
+) -> None:
+    """Compares a router that traces every request with one that traces none."""
+    end("tracing", _alone(rounds, seconds))
+
+
+if __name__ == "__main__":
+    app()
