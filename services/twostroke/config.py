@@ -156,6 +156,18 @@ class RouterSettings(_ProcessSettings):
     dtype: str = Field("auto", description="As on the workers.")
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of requests that bring none.")
     handoff_timeout_s: float = Field(30.0, gt=0, description="How long a prompt's KV may take after prefill.")
+    queue_requests: int = Field(
+        1024, gt=0, description="Requests of one priority that may wait for room; one more is refused (429)."
+    )
+    tenant_requests: int = Field(
+        0, ge=0, description="Requests that a tenant may have at work; its further ones wait. 0 is any number."
+    )
+    prefill_queue_tokens: int = Field(
+        32768, ge=0, description="Prompt tokens that may wait on a prefill worker; 0 is any number."
+    )
+    patience_s: float = Field(
+        5.0, ge=0, description="How long requests wait for workers when all of a kind have gone away, before 503."
+    )
     prefill_attempts: int = Field(3, gt=0, description="How often a prompt is placed before the request fails.")
     lora: str = Field("", description="LoRA adapters to serve as models: name=folder, several separated by commas.")
     lora_updates: bool = Field(False, description="Takes adapters at run time: /v1/load_lora_adapter and its opposite.")

@@ -311,6 +311,31 @@ def test_more_than_the_setting_allows_fails(family: Callable[..., Family]) -> No
     assert d.in_use() == 0
 
 
+def test_kv_that_arrived_wrong_is_never_computed_again_unseen(family: Callable[..., Family]) -> None:
+    """O-01, O-15: it fails as corrupt, so that the link is held to account."""
+    from twostroke.engine.vllm.direct import notes
+
+    d = family()
+    d.fetch("a", prompt(40))
+    d.step()
+    d.ended("a", "what arrived is not what it has", tuple(d.rank_heard(notes.Begin).block_ids[:1]), corrupt=True)
+    assert d.step() == {}
+    failed = [note for note in d.main_heard() if isinstance(note, notes.Failed)]
+    assert [(note.request_id, note.corrupt) for note in failed] == [("a", True)]
+    assert d.in_use() == 0
+
+
+def test_a_transfer_thread_that_ends_takes_the_engine_with_it(family: Callable[..., Family]) -> None:
+    """O-87: a worker that cannot move KV must not look well."""
+    from twostroke.engine.vllm.direct import notes
+
+    d = family()
+    d.tell(notes.Broken("it broke"))
+    assert d.scheduler.has_requests(), "an idle core hears of it"
+    with pytest.raises(RuntimeError, match="it broke"):
+        d.step()
+
+
 def test_blocks_of_an_aborted_receive_stay_until_no_read_can_write(family: Callable[..., Family]) -> None:
     """O-04, O-28, O-30: the rank's word frees them, and it is heard although the request is over."""
     from vllm.v1.request import RequestStatus

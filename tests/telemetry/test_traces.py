@@ -183,6 +183,28 @@ async def test_attempts_are_siblings_with_links(cluster: Cluster, found: Receive
     await cluster.ready(3)
 
 
+async def test_an_answer_of_one_token_has_no_handoff(cluster: Cluster, found: Receiver) -> None:
+    trace = "3" * 32
+    await ask(cluster, request(range(50), 1), traceparent(trace))
+    spans = of(await found.until(lambda spans: any(s.kind == 2 for s in of(spans, trace))), trace)
+    spans = of(await found.until(lambda s: {"prefill.run", "place"} <= {x.name for x in of(s, trace)}), trace)
+    assert not {"handoff", "decode.run"} & {span.name for span in spans}
+
+
+async def test_both_strokes_on_one_worker(found: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    trace, flags = "4" * 32, ("--otlp-endpoint", found.address)
+    alone = {"decode-0": ("--role", "both")}
+    async with running(0, 1, worker_flags=flags, own_flags=alone, router_flags=flags) as cluster:
+        await ask(cluster, request(range(100), 5), traceparent(trace))
+        spans = of(await found.until(lambda spans: len(of(spans, trace)) == 5), trace)
+    by_name = {span.name: span for span in spans}
+    assert set(by_name) == {"text_completion reference", "place", "prefill.queue", "prefill.run", "decode.run"}
+    assert by_name["place"].attributes["twostroke.placement.option"] == "d_alone"
+    assert by_name["prefill.run"].attributes["twostroke.prompt.computed_tokens"] == 100
+    assert by_name["prefill.run"].end_ns <= by_name["decode.run"].end_ns
+
+
 async def test_a_worker_alone_has_a_real_tracer(cluster: Cluster, found: Receiver) -> None:
     """O-95: no router takes part."""
     trace = "1" * 32

@@ -85,7 +85,7 @@ def swing(hours: float, *, clairvoyant: bool) -> tuple[Autoscaler, Summary]:
 def constant_day(what: str) -> tuple[Autoscaler, Summary]:
     """24 hours of a constant load on a fleet with controllers. what: "replicas" or "roles"."""
     lengths = Lengths(4000, 200, 0.8)
-    traffic = steady(lengths, 2.0, DAY_S)
+    traffic = steady(lengths, 2.5, DAY_S)
     if what == "replicas":
         scaling = Scaling(ReplicaSettings(start_s=SWING_START_S))
         return scaled(fleet(1, 1, 0, 0), traffic, scaling, SloLimits(ttft_s=2.0, tpot_s=0.03))

@@ -16,7 +16,9 @@ from twostroke.errors import ConfigError, PermissionDeniedError, RateLimitedErro
 
 log = logging.getLogger(__name__)
 
+TENANT_HEADER = "x-twostroke-tenant"
 _CALLERS = 10_000
+_TENANT_CHARS = 64
 _ADMIN_METHODS = frozenset({"/twostroke.v1.ClusterService/Drain", "/twostroke.v1.ClusterService/SetRole"})
 _GENERATE = "/twostroke.v1.InferenceService/Generate"
 
@@ -91,6 +93,11 @@ class Access:
             self._check_admin(digest)
         if counted and self._rate_per_s:
             self._take(digest if digest is not None and known else address)
+
+    def tenant(self, key: str, header: str) -> str:
+        """Whose share of the cluster a call uses: the key's, and where none is asked for, that of the header
+        x-twostroke-tenant, if there is one."""
+        return header[:_TENANT_CHARS] if header and not self.closed else _digest(key).hex()[:16] if key else ""
 
     def _check_admin(self, digest: bytes | None) -> None:
         if self._admin is None and self._keys:

@@ -39,7 +39,7 @@ class Router:
         self._scrape = self._observe()
         self._access = Access.of(settings)
         self._server = Server(settings.rpc, SERVICES, frozenset(), self._access.guard)
-        self._inference = InferenceService(self.dispatcher)
+        self._inference = InferenceService(self.dispatcher, self._access)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._inference, self._server.grpc)
         self._cluster = ClusterService(self.dispatcher, router_id)
         cluster_pb2_grpc.add_ClusterServiceServicer_to_server(self._cluster, self._server.grpc)

@@ -22,6 +22,8 @@ from twostroke.errors import (
     WorkerLostError,
 )
 from twostroke.policy.placement import place
+from twostroke.policy.plan import Plan
+from twostroke.policy.snapshot import ClusterSnapshot
 from twostroke.router.decode_stroke import DecodeStroke
 from twostroke.router.member import Member
 from twostroke.router.pool import WorkerPool
@@ -58,6 +60,8 @@ class Attempt:
         try:
             self._decode = self._admit(member)
             await self._decode.over
+        except OverloadedError:
+            raise
         except RETRYABLE:
             self._progress.failed_on.add(member.address)
             raise
@@ -95,6 +99,7 @@ class Attempt:
 
     def _first_token(self, first: PrefillFirstToken) -> None:
         progress = self._progress
+        self._pool.inflight.prompt_done(progress.ticket)
         progress.trail.prefill_ended_s = time.monotonic()
         progress.trail.prefill_queue_ms, progress.trail.prefill_run_ms = first.stats.queue_ms, first.stats.run_ms
         # A later attempt's is not used: the client has this token and maybe more, and decode continues from those.
@@ -128,7 +133,10 @@ class Attempt:
                     self._suspect(prefill, decode, error)
                 if prefill.broken or self._pool.handoffs.was_received(self._id):
                     raise
-                decode = await self._another(prefill, tried, error)
+                if isinstance(error, OverloadedError):
+                    decode = await self._where_room_comes(prefill)
+                else:
+                    decode = await self._another(prefill, tried, error)
                 if decode is None and not self._progress.ended:
                     raise
                 log.warning("request %s: its hand-off goes elsewhere: %s", self._id, error)
@@ -136,6 +144,8 @@ class Attempt:
             raise WorkerLostError(f"prefill worker {prefill.member.worker_id} ended without KV and without an end")
 
     def _suspect(self, prefill: PrefillStroke, decode: Member, error: TwostrokeError) -> None:
+        if isinstance(error, OverloadedError):
+            return
         if not isinstance(error, LINK_ERRORS):
             self._progress.failed_on.add(decode.address)
             return
@@ -165,15 +175,46 @@ class Attempt:
             await prefill.ended
         return None
 
+    async def _where_room_comes(self, prefill: PrefillStroke) -> Member | None:
+        """A decode worker with room, after another router was faster at the one that was chosen; None when there is
+        none to wait for, or nothing to hand over any more."""
+        progress, inflight = self._progress, self._pool.inflight
+        while not (progress.ended or prefill.broken):
+            inflight.ended(progress.ticket)
+            await self._pool.wait_report()
+            try:
+                plan = self._pool.place(progress.placement(), self._seen_from(prefill.member, set()))
+            except NoWorkerError:
+                return None
+            if plan.prefill is not None:
+                return self._moved(prefill.member, plan)
+        return None
+
+    def _moved(self, source: Member, plan: Plan) -> Member | None:
+        progress, inflight, prefill = self._progress, self._pool.inflight, self._prefill
+        inflight.placed(progress.ticket, progress.placement(), replace(plan, prefill=source.address), time.monotonic())
+        if prefill is not None and prefill.has_first_token:
+            inflight.prompt_done(progress.ticket)
+        return self._pool.member(plan.decode)
+
     def _untried(self, source: Member, tried: set[str]) -> Member | None:
-        snapshot = self._pool.snapshot()
-        workers = [replace(worker, reads_prompts=worker.worker == source.address) for worker in snapshot.workers]
-        refused = snapshot.refused_pairs | {(source.address, address) for address in tried}
         try:
-            plan = place(self._progress.placement(), replace(snapshot, workers=workers, refused_pairs=refused))
+            plan = place(self._progress.placement(), self._seen_from(source, tried))
         except NoWorkerError:
             return None
-        return self._pool.member(plan.decode) if plan.prefill is not None else None
+        return self._moved(source, plan) if plan.prefill is not None else None
+
+    def _seen_from(self, source: Member, tried: set[str]) -> ClusterSnapshot:
+        """The cluster with one source, which has taken the prompt already."""
+        snapshot = self._pool.snapshot()
+        workers = [
+            replace(worker, reads_prompts=True, pending_prompt_tokens=0, free_blocks=worker.total_blocks)
+            if worker.worker == source.address
+            else replace(worker, reads_prompts=False)
+            for worker in snapshot.workers
+        ]
+        refused = snapshot.refused_pairs | {(source.address, address) for address in tried}
+        return replace(snapshot, workers=workers, refused_pairs=refused)
 
     def _admit(self, member: Member) -> DecodeStroke:
         """Starts the second stroke, or both."""
@@ -185,6 +226,8 @@ class Attempt:
         progress.block_tokens = member.info.layout.block_size_tokens
         stroke = DecodeStroke(self, member, handoff, hold_back=handoff is not None and not progress.delivered)
         stroke.admit(request, progress.remaining_s())
+        # A worker that takes it has the blocks for it, and its reports count them soon.
+        self._pool.inflight.arrived(progress.ticket, time.monotonic())
         progress.trail.admitted_on = member.worker_id
         if handoff is not None:
             progress.trail.handoff_begun_s, progress.trail.handoff_ready_s = time.monotonic(), None
@@ -255,4 +298,5 @@ class Attempt:
         prompt_logprobs: Logprobs | None = None,
     ) -> None:
         """See Listener."""
+        self._pool.inflight.wrote(self._progress.ticket, len(token_ids))
         self._progress.deliver(token_ids, logprobs, finish, prompt, prompt_logprobs)

@@ -15,6 +15,7 @@ from twostroke.router.flight import Flight
 from twostroke.router.observer import RequestObserver
 from twostroke.router.output import Output, Sink, Trail
 from twostroke.router.pool import WorkerPool
+from twostroke.router.waiting import WaitingRoom
 from twostroke.telemetry.logs import RequestIds, request_ids
 from twostroke.v1.engine_pb2 import EngineRequest
 
@@ -28,6 +29,7 @@ class Dispatcher:
 
     def __init__(self, settings: RouterSettings, router_id: str) -> None:
         self.pool = WorkerPool(settings, router_id, step_done=self._flush)
+        self.room = WaitingRoom(settings, self.pool)
         self.router_id = router_id
         self.recomputed_prompts = 0
         """Requests whose decode worker computed a transferred prompt again."""
@@ -50,6 +52,11 @@ class Dispatcher:
         """What keeps the router from serving; empty when nothing does."""
         return self.loading or self.pool.waiting_for()
 
+    def closed_for(self) -> str:
+        """What keeps the router from taking requests; empty when it takes them, though workers may be away for a
+        moment: requests wait for those."""
+        return self.loading or (self.waiting_for() if self.pool.away_s() >= self._settings.patience_s else "")
+
     def connect(self, sink: Sink) -> None:
         """Sets who takes the outputs."""
         self._sink = sink
@@ -58,22 +65,25 @@ class Dispatcher:
         """Starts a request; its outputs go to the sink, the last one with `finish` or `failure`.
 
         public_id: the id under which `trail` finds it; the request's own when empty. Raises InvalidRequestError for an
-        id in use, NoWorkerError when nothing can serve it now.
+        id in use, NoWorkerError when nothing has been able to serve it for a while, and what WaitingRoom.enter raises.
         """
         if request.request_id in self._flights:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use; choose another")
-        if waiting_for := self.waiting_for():
+        if waiting_for := self.closed_for():
             raise NoWorkerError(f"the router is not ready: it waits for {waiting_for}")
         deadline_s = time.monotonic() + min(timeout_s or float("inf"), self._settings.request_timeout_s)
+        edge = Edge.current.get()
         flight = Flight(
             request,
             self.pool,
+            self.room,
             self._emit,
+            tenant=edge.tenant if edge else "",
             attempts=self._settings.prefill_attempts,
             handoff_timeout_s=self._settings.handoff_timeout_s,
             deadline_s=deadline_s,
         )
-        edge = Edge.current.get()
+        leave = flight.enter()
         if edge is not None:
             edge.trails.append(flight.trail)
             edge.request_id = public_id or request.request_id
@@ -82,6 +92,8 @@ class Dispatcher:
         self._remember(public_id or request.request_id, flight.trail)
         flying = self._fly(flight, request, edge, deadline_s)
         task = asyncio.get_running_loop().create_task(flying, name=request.request_id)
+        # Not within the task: one that is cancelled before it began runs nothing.
+        task.add_done_callback(leave)
         self._flights[request.request_id] = task
 
     def cancel(self, request_id: str) -> None:
@@ -160,3 +172,4 @@ class Dispatcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.room.close()

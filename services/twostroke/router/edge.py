@@ -31,9 +31,13 @@ class Edge:
 
     current: ContextVar[Edge | None] = ContextVar("edge", default=None)
 
-    def __init__(self, tracer: Tracer | None, operation: str, model: str, incoming: Headers | None) -> None:
+    def __init__(
+        self, tracer: Tracer | None, operation: str, model: str, incoming: Headers | None, tenant: str = ""
+    ) -> None:
         self.operation = operation
         self.model = model
+        self.tenant = tenant
+        """Whose share of the cluster it uses; see Access.tenant."""
         self.trails: list[Trail] = []
         """Of its engine requests, one per choice."""
         self.request_id = ""

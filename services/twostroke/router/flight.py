@@ -6,20 +6,19 @@ from them.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
 import logging
 import time
 from collections.abc import Callable
 
-from twostroke.errors import NoWorkerError, TwostrokeError, WorkerLostError
-from twostroke.policy.placement import Plan, place
+from twostroke.errors import NoWorkerError, OverloadedError, TwostrokeError, WorkerLostError
+from twostroke.policy.plan import Option, Plan
 from twostroke.router.attempt import RETRYABLE, Attempt
 from twostroke.router.member import Member, MemberState
 from twostroke.router.output import FailedAttempt, Output
 from twostroke.router.pool import WorkerPool
 from twostroke.router.progress import Progress
+from twostroke.router.waiting import WaitingRoom
 from twostroke.v1.engine_pb2 import EngineRequest
 
 log = logging.getLogger(__name__)
@@ -35,16 +34,19 @@ class Flight:
         self,
         request: EngineRequest,
         pool: WorkerPool,
+        room: WaitingRoom,
         emit: Callable[[Output], None],
         *,
         attempts: int,
         deadline_s: float,
         handoff_timeout_s: float,
+        tenant: str = "",
     ) -> None:
         self.request_id = request.request_id
-        self._progress = Progress(request, emit, deadline_s)
+        self._progress = Progress(request, emit, deadline_s, tenant)
         self.trail = self._progress.trail
         self._pool = pool
+        self._room = room
         self._attempts = attempts
         self._handoff_timeout_s = handoff_timeout_s
 
@@ -54,6 +56,14 @@ class Flight:
         computed_tokens = self.trail.decode_computed_tokens
         return bool(self.trail.transferred_tokens) and computed_tokens > self._progress.block_tokens
 
+    def enter(self) -> Callable[[object], None]:
+        """Joins those that wait for room, before `run`. Returns what to call when the flight is over, in any case.
+
+        Raises what WaitingRoom.enter does.
+        """
+        ticket = self._progress.ticket = self._room.enter(self._progress.placement())
+        return lambda _: self._room.leave(ticket)
+
     async def run(self) -> None:
         """Flies to the end. Raises the TwostrokeError that ended it; cancellation frees everything on every worker."""
         fruitless = 0
@@ -62,7 +72,12 @@ class Flight:
             delivered = len(self._progress.delivered)
             try:
                 await self._attempt(number)
+                self._room.pace_of(self.trail)
                 return
+            except OverloadedError as error:
+                # Another router was faster. That says nothing about the request, and room comes with time.
+                self._note_failure(error)
+                await self._pool.wait_report()
             except RETRYABLE as error:
                 self._note_failure(error)
                 # A long answer may outlive many workers: only attempts that brought nothing count.
@@ -71,6 +86,7 @@ class Flight:
                     raise
                 log.warning("request %s: attempt %d failed, placing it again: %s", self.request_id, number, error)
             finally:
+                self._pool.inflight.ended(self._progress.ticket)
                 self.trail.finished_s = time.monotonic()
 
     def _note_failure(self, error: TwostrokeError) -> None:
@@ -91,7 +107,7 @@ class Flight:
 
     async def _attempt(self, number: int) -> None:
         self.trail.option = self.trail.admitted_on = ""
-        plan = await self._place(COMEBACK_S if number > 1 else 0)
+        plan = await (self._room.turn(self._progress.ticket) if number == 1 else self._place_again())
         self.trail.placed_s, self.trail.option = time.monotonic(), plan.option.value
         decode = self._member(plan.decode)
         attempt = Attempt(f"{self.request_id}.{number}", self._progress, self._pool, self._handoff_timeout_s)
@@ -100,18 +116,21 @@ class Flight:
         else:
             await attempt.two_strokes(self._member(plan.prefill), decode)
 
-    async def _place(self, patience_s: float) -> Plan:
-        """A plan. Waits so long for workers and links to come back when there is none."""
-        until_s = time.monotonic() + patience_s
+    async def _place_again(self) -> Plan:
+        """A plan, as soon as there is room. Waits for COMEBACK_S for workers and links to come back when there is
+        none."""
+        until_s = time.monotonic() + COMEBACK_S
         while True:
+            wanted = self._progress.placement()
             try:
-                return place(self._progress.placement(), self._pool.snapshot())
+                plan = self._pool.place(wanted)
+                if plan.option is not Option.WAIT:
+                    self._pool.inflight.placed(self._progress.ticket, wanted, plan, time.monotonic())
+                    return plan
             except NoWorkerError:
                 if time.monotonic() >= until_s:
                     raise
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(until_s - time.monotonic()):
-                    await self._pool.wait_state_changed()
+            await self._pool.wait_report()
 
     def _member(self, address: str) -> Member:
         member = self._pool.member(address)

@@ -8,6 +8,7 @@ from typing import Any
 import grpc.aio
 
 from twostroke.errors import NoWorkerError, TwostrokeError
+from twostroke.router.access import TENANT_HEADER, Access, bearer
 from twostroke.router.dispatch import Dispatcher
 from twostroke.router.edge import Edge
 from twostroke.router.front_end import FrontEnd, check_model
@@ -19,16 +20,21 @@ from twostroke.v1 import inference_pb2_grpc
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Answers requests through a front end."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, access: Access) -> None:
         self._dispatcher = dispatcher
+        self._access = access
         self._front_end: FrontEnd | None = None
 
     def use(self, front_end: FrontEnd) -> None:
         """Sets the front end, once it is there."""
         self._front_end = front_end
 
-    def _ready(self) -> FrontEnd:
-        waiting_for = self._dispatcher.waiting_for()
+    def _tenant(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        metadata = dict(context.invocation_metadata() or ())
+        key = bearer(str(metadata.get("authorization", "")))
+        return self._access.tenant(key, str(metadata.get(TENANT_HEADER, "")))
+
+    def _ready(self, waiting_for: str) -> FrontEnd:
         if self._front_end is None or waiting_for:
             raise NoWorkerError(f"the router is not ready: it waits for {waiting_for or 'its front end'}")
         return self._front_end
@@ -38,7 +44,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         """One answer as a stream; cancellation frees everything."""
         operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
-        edge = Edge(self._dispatcher.observer.tracer, operation, request.model or self._model(), incoming.get())
+        model, tenant = request.model or self._model(), self._tenant(context)
+        edge = Edge(self._dispatcher.observer.tracer, operation, model, incoming.get(), tenant)
         Edge.current.set(edge)
         error: TwostrokeError | None = None
         try:
@@ -53,7 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def _answer(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
-        front_end = self._ready()
+        front_end = self._ready(self._dispatcher.closed_for())
         check_model(request, front_end.models())
         answer = front_end.generate(request, context.time_remaining())
         try:
@@ -69,4 +76,4 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListModelsResponse:
         """What can be served now; NoWorkerError when nothing can."""
-        return pb.ListModelsResponse(models=self._ready().models())
+        return pb.ListModelsResponse(models=self._ready(self._dispatcher.waiting_for()).models())

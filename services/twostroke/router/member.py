@@ -211,14 +211,13 @@ class Member:
     def _take_load(self, load: worker_pb2.WatchLoadResponse) -> None:
         new_role = self.load is not None and self.load.role != load.role
         self.load = load
+        self._load_changed()
         if load.draining and self.state in (MemberState.READY, MemberState.QUIET):
             self._set(MemberState.DRAINING, "takes no new requests, and finishes what it has")
         elif self.state is MemberState.QUIET:
             self._set(MemberState.READY, "")
         elif new_role:
             self._changed()
-        else:
-            self._load_changed()
 
     def snapshot(self) -> WorkerSnapshot:
         """For placement: what the worker reported, and what this router has sent since. Needs state READY."""

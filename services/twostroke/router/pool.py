@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from twostroke.config import RouterSettings
 from twostroke.kv.layout import difference
-from twostroke.policy.placement import ClusterSnapshot
+from twostroke.policy.inflight import InFlight, Report
+from twostroke.policy.ledger import Life
+from twostroke.policy.placement import ClusterSnapshot, place
+from twostroke.policy.plan import STRICT, Limits, Plan
+from twostroke.policy.snapshot import PlacementRequest
 from twostroke.router.discovery import resolve
 from twostroke.router.handoffs import Handoffs
 from twostroke.router.links import Links
@@ -16,6 +25,9 @@ from twostroke.router.member import Member, MemberState
 from twostroke.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, GetInfoResponse
 
 log = logging.getLogger(__name__)
+
+REPORT_S = 0.25
+OPTIONS = replace(STRICT, wait=True)
 
 
 class WorkerPool:
@@ -43,6 +55,11 @@ class WorkerPool:
         self._state_changed = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self.refused_pairs: dict[tuple[str, str], str] = {}
+        self.inflight = InFlight()
+        """What this router has placed and the workers have not reported yet."""
+        self._limits = Limits(prefill_window_tokens=settings.prefill_queue_tokens)
+        self._served_s = -math.inf
+        """When the cluster could last serve; now, while it can."""
         self.links = Links(self._announce)
         self.handoffs = Handoffs(self.member)
 
@@ -86,9 +103,9 @@ class WorkerPool:
                 timeout_s=self._settings.worker_timeout_s,
                 accept=self._accept,
                 changed=self._on_change,
-                load_changed=self._on_load,
+                load_changed=partial(self._on_report, address),
                 step_done=self._step_done,
-                ended=self.handoffs.ended,
+                ended=self._on_end,
             )
             self._members[address] = member
             self._tasks[address] = group.create_task(member.run(), name=f"worker {address}")
@@ -108,13 +125,34 @@ class WorkerPool:
             )
         return None
 
+    def _on_end(self, life: Life) -> None:
+        self.inflight.forget(life.worker)
+        self.handoffs.ended(life)
+
+    def _on_report(self, address: str) -> None:
+        if (member := self._members.get(address)) and (load := member.load):
+            report = Report(
+                pending_prompt_tokens=load.pending_prompt_tokens,
+                pending_prompts=load.waiting_requests,
+                used_blocks=load.used_blocks,
+                running_sequences=load.running_requests,
+            )
+            self.inflight.reported(address, report, time.monotonic())
+        self._on_load()
+
     def _on_change(self) -> None:
+        for member in self.ready_members():
+            self.inflight.describe(member.snapshot())
         self._compare()
         if self._group is not None:
             self.links.follow(self._group, self._pairs())
         self._announce()
 
     def _announce(self) -> None:
+        if self._served_s == math.inf:
+            self._served_s = time.monotonic()
+        if not self.waiting_for():
+            self._served_s = math.inf
         self._state_changed.set()
         self._state_changed = asyncio.Event()
         self._on_load()
@@ -156,6 +194,12 @@ class WorkerPool:
         """Returns at the next change of any worker, its load included."""
         await self._changed.wait()
 
+    async def wait_report(self) -> None:
+        """Returns at the next change of any worker, its load included, or after REPORT_S."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_S):
+                await self._changed.wait()
+
     async def wait_state_changed(self) -> None:
         """Returns at the next change of which workers there are and how they stand."""
         await self._state_changed.wait()
@@ -167,10 +211,21 @@ class WorkerPool:
     def snapshot(self) -> ClusterSnapshot:
         """For placement."""
         return ClusterSnapshot(
-            [member.snapshot() for member in self.ready_members()],
+            self.inflight.snapshots([member.address for member in self.ready_members()]),
             frozenset(self.refused_pairs.keys()),
             self.links.snapshots(),
         )
+
+    def place(self, request: PlacementRequest, snapshot: ClusterSnapshot | None = None) -> Plan:
+        """A plan, maybe to WAIT until `wait_changed`. Raises NoWorkerError when nothing can serve the request now.
+
+        snapshot: instead of the present one.
+        """
+        return place(request, snapshot or self.snapshot(), OPTIONS, limits=self._limits)
+
+    def away_s(self) -> float:
+        """How long the cluster has not been able to serve; infinite when it never was."""
+        return max(0.0, time.monotonic() - self._served_s)
 
     def max_model_len_tokens(self) -> int:
         """The longest sequence that every ready worker takes; 0 when none is ready."""

@@ -9,13 +9,20 @@ from twostroke.policy.placement import PlacementRequest
 from twostroke.router.output import Output, Trail
 from twostroke.v1.engine_pb2 import EngineRequest, Finish, FinishReason, Logprobs, PromptStats
 
+EXPECTED_TOKENS = 128
+"""What an answer is taken to have, or to have still, at most: nobody knows."""
+MOST_URGENT, LEAST_URGENT = -16, 16
+"""Priorities beyond count as these: each has a queue of its own."""
+
 _FINISHES = {number: name.removeprefix("FINISH_REASON_").lower() for name, number in FinishReason.items()}
 
 
 class Progress:
     """What the client has, what failed, and how much time is left. deadline_s: a moment of the monotonic clock."""
 
-    def __init__(self, request: EngineRequest, emit: Callable[[Output], None], deadline_s: float) -> None:
+    def __init__(
+        self, request: EngineRequest, emit: Callable[[Output], None], deadline_s: float, tenant: str = ""
+    ) -> None:
         self.request = request
         self.trail = Trail(prompt_tokens=len(request.prompt_token_ids))
         self.delivered: list[int] = []
@@ -26,6 +33,9 @@ class Progress:
         """Addresses of workers that failed this request."""
         self.block_tokens = 1
         """Tokens per KV block of the decode worker."""
+        self.ticket = ""
+        """Under which the request counts as in flight."""
+        self._tenant = tenant
         self._emit = emit
         self._deadline_s = deadline_s
 
@@ -35,7 +45,16 @@ class Progress:
 
     def placement(self) -> PlacementRequest:
         """What placement needs to know."""
-        return PlacementRequest(len(self.request.prompt_token_ids), frozenset(self.failed_on))
+        sampling, delivered = self.request.sampling, len(self.delivered)
+        left = sampling.max_tokens - delivered if sampling.HasField("max_tokens") else EXPECTED_TOKENS
+        return PlacementRequest(
+            len(self.request.prompt_token_ids),
+            frozenset(self.failed_on),
+            expected_output_tokens=delivered + max(1, min(left, EXPECTED_TOKENS)),
+            deadline_s=self.remaining_s(),
+            priority=max(MOST_URGENT, min(self.request.priority, LEAST_URGENT)),
+            tenant=self._tenant,
+        )
 
     def copy(self, request_id: str) -> EngineRequest:
         """The request under the id of an attempt."""

@@ -68,6 +68,9 @@ def _handoff(tracer: Tracer, parent: Headers, attributes: Attributes, trail: Tra
     assert trail.handoff_begun_s is not None
     assert trail.finished_s is not None
     ready_s = trail.handoff_ready_s
+    if ready_s is None and trail.answered:
+        # The first token was the last; what had begun was called off.
+        return
     attributes |= {spans.HANDOFF_BYTES: trail.handoff_bytes, spans.HANDOFF_BLOCKS: trail.handoff_blocks}
     attributes |= {spans.HANDOFF_LANES: trail.handoff_lanes, spans.LINK_GB_PER_S: trail.link_bytes_per_s / 1e9}
     if ready_s is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from dataclasses import replace
@@ -14,10 +13,8 @@ from twostroke.policy.admission import AdmissionQueue, Entry, QueueSettings, Ser
 from twostroke.policy.pace import Pace
 from twostroke.policy.plan import Option, Plan
 from twostroke.policy.snapshot import PlacementRequest
+from twostroke.router.output import Trail
 from twostroke.router.pool import WorkerPool
-
-# Room that another router's request leaves is learnt of by a report; the order among those that wait changes with time.
-LOOK_S = 0.25
 
 
 class WaitingRoom:
@@ -47,7 +44,9 @@ class WaitingRoom:
         prefill_s = self.pace.prefill_s(request.prompt_tokens)
         answer_s = self.pace.answer_s(request.expected_output_tokens)
         self._queue.offer(Entry(ticket, request, time.monotonic(), prefill_s, answer_s), self._servers())
-        self._turns[ticket] = asyncio.get_running_loop().create_future()
+        turn = self._turns[ticket] = asyncio.get_running_loop().create_future()
+        # Whoever waits may be gone when it fails.
+        turn.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._serve()
         if len(self._queue) and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._serve_all(), name="waiting requests")
@@ -70,6 +69,12 @@ class WaitingRoom:
         if len(self._queue):
             self._serve()
 
+    def pace_of(self, trail: Trail) -> None:
+        """Learns from a request that was answered at the first attempt."""
+        if trail.attempts == 1 and trail.first_token_s is not None and trail.finished_s is not None:
+            self.pace.read(trail.prompt_tokens - trail.cached_tokens, trail.prefill_run_ms / 1000)
+            self.pace.wrote(trail.completion_tokens - 1, trail.finished_s - trail.first_token_s)
+
     async def close(self) -> None:
         """Ends what runs here."""
         if self._task is not None:
@@ -83,9 +88,8 @@ class WaitingRoom:
 
     async def _serve_all(self) -> None:
         while len(self._queue):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._pool.wait_changed()
+            # The order among those that wait changes with time, too.
+            await self._pool.wait_report()
             self._serve()
         self._task = None
 
@@ -95,6 +99,8 @@ class WaitingRoom:
         away: list[NoWorkerError] = []
 
         def try_start(entry: Entry) -> bool:
+            if self._turns[entry.request_id].done():
+                return False
             waited_s = now_s - entry.arrived_s
             deadline_s = entry.request.deadline_s
             request = entry.request if deadline_s is None else replace(entry.request, deadline_s=deadline_s - waited_s)

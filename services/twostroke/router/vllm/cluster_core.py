@@ -120,6 +120,10 @@ class ClusterCore(EngineCoreClient):
         """What keeps the cluster from serving; empty when nothing does."""
         return self._dispatcher.waiting_for()
 
+    def closed_for(self) -> str:
+        """What keeps the router from taking requests; see Dispatcher.closed_for."""
+        return self._dispatcher.closed_for()
+
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Starts a request. Raises what `to_vllm_error` makes of a refusal."""
         try:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from twostroke.router.edge import OPERATIONS
+
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -33,7 +35,7 @@ class ReadinessGate:
         core = scope["app"].state.engine_client.engine_core
         if scope["type"] == "lifespan":
             core.on_http_start()
-        elif scope["type"] == "http" and scope["path"] not in OPEN_PATHS and (waiting_for := core.waiting_for()):
+        elif scope["type"] == "http" and scope["path"] not in OPEN_PATHS and (waiting_for := _closed_for(core, scope)):
             message = f"the router is not ready: it waits for {waiting_for}"
             await answer(send, 503, "ServiceUnavailableError", message, [(b"retry-after", b"1")])
             return
@@ -41,6 +43,11 @@ class ReadinessGate:
             await answer(send, 404, "NotFoundError", f"{scope['path']} is not served through two pools: {why}")
             return
         await self._app(scope, receive, send)
+
+
+def _closed_for(core: Any, scope: _Scope) -> str:
+    # What is asked of the workers waits for them for a moment.
+    return str(core.closed_for() if scope["path"] in OPERATIONS else core.waiting_for())
 
 
 async def answer(send: _Send, status: int, kind: str, message: str, more: Sequence[tuple[bytes, bytes]] = ()) -> None:

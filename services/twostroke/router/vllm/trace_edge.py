@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from twostroke.router.access import TENANT_HEADER, Access, bearer
 from twostroke.router.edge import OPERATIONS, Edge
 from twostroke.rpc.trace_context import KEYS
 
@@ -29,7 +30,8 @@ class TraceEdge:
             await self._app(scope, receive, send)
             return
         llm = scope["app"].state.engine_client
-        edge = Edge(llm.engine_core.tracer, operation, _model(llm), _incoming(scope))
+        tenant = _tenant(llm.engine_core.access, scope)
+        edge = Edge(llm.engine_core.tracer, operation, _model(llm), _incoming(scope), tenant)
         token = Edge.current.set(edge)
         try:
             await self._app(scope, receive, send)
@@ -41,6 +43,13 @@ class TraceEdge:
 def _model(llm: Any) -> str:
     name = llm.model_config.served_model_name
     return str(name[0] if isinstance(name, list) else name)
+
+
+def _tenant(access: Access, scope: _Scope) -> str:
+    headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+    # Anthropic's clients send x-api-key.
+    key = bearer(headers.get("authorization", "")) or headers.get("x-api-key", "")
+    return access.tenant(key, headers.get(TENANT_HEADER, ""))
 
 
 def _incoming(scope: _Scope) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """`python -m twostroke.sim.perf.calibration --data FOLDER`: fits the efficiencies and writes the package's data file.
 
-Deterministic, takes minutes. What is fitted on: selection.py; how: fit.py; how good it is: report.py.
+Deterministic, takes minutes. What is fitted on: selection.py; how: fit.py; how good it is: bench/sim_accuracy.py.
 """
 
 from __future__ import annotations

@@ -105,6 +105,12 @@ class Ended(Note):
     chunks: int = 0
 
 
+class Broken(Note):
+    """Rank to core: its transfer thread has ended, and nothing moves any more."""
+
+    reason: str
+
+
 class Started(Note):
     """Core to main: the first step that runs a prompt is about to begin."""
 
@@ -169,7 +175,7 @@ class DropPeer(Note):
 
 
 _NOTES = (
-    Offer | Finish | Withdraw | Expect | Begin | Skip | Cancel | Renewed | Read | Ended | Started | Failed | Recomputed
+    Offer | Finish | Withdraw | Expect | Begin | Skip | Cancel | Renewed | Read | Ended | Broken | Started | Failed | Recomputed
     | Received | Release | Probe | Probed | DropPeer
 )  # fmt: skip
 

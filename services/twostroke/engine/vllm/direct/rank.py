@@ -18,7 +18,7 @@ from twostroke.config import child_environment
 from twostroke.engine.vllm.affinity import unpinned
 from twostroke.engine.vllm.direct import notes
 from twostroke.engine.vllm.direct.holds import Announcement
-from twostroke.errors import ConfigError, TwostrokeError
+from twostroke.errors import ConfigError, LayoutMismatchError, TwostrokeError
 from twostroke.kv.backends import open_transport
 from twostroke.kv.checks import Action, check_host, read_host, transport_options
 from twostroke.kv.digest import Ranges, digest
@@ -148,6 +148,8 @@ class Rank:
 
     def _fail(self, error: Exception) -> None:
         self._fatal = error
+        # An idle core takes no step in which it would hear.
+        self._tell_core(notes.Broken(f"{type(error).__name__}: {error}"))
 
     def _tell_core(self, note: notes.Note) -> None:
         self._mailbox.send(notes.CORE, note)
@@ -193,13 +195,18 @@ class Rank:
 
     def _parts(self, mover: Mover, endpoint: KvEndpoint) -> list[Part]:
         """The ranks of a source that have heads of ours. Raises LayoutMismatchError."""
-        parts = []
+        parts: list[Part] = []
+        own = set(range(mover.memory.first_head, mover.memory.first_head + mover.memory.heads))
+        heads: set[int] = set()
         for address, remote in zip(endpoint.addresses, endpoint.memories, strict=True):
             cut = slice_between(remote, mover.memory)
             if cut is None or cut.heads:
                 source = unpack_address(address, self._extra["transport"]).name
                 mover.know(source, address)
                 parts.append(Part(source, remote, cut, len(endpoint.addresses)))
+                heads |= set(range(cut.first_head, cut.first_head + cut.heads)) if cut else own
+        if heads != own:
+            raise LayoutMismatchError(f"the source has KV heads {sorted(heads)} of {sorted(own)}; run one version")
         return parts
 
     def _receive_ended(self, outcome: Outcome) -> None:

@@ -79,6 +79,8 @@ class _HandoffScheduling(Scheduler):
                     held.renewed(handoff_id)
                 case notes.Read(rank, handoff_id):
                     held.read(rank, handoff_id)
+                case notes.Broken(reason):
+                    raise RuntimeError(f"the KV transfer thread has ended: {reason}")
                 case notes.Ended():
                     said = held.ended(note)
                     if said is not None:
@@ -108,13 +110,17 @@ class _HandoffScheduling(Scheduler):
             self._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={request_id}))
 
     def _may_recompute(self, request: Any, said: list[notes.Ended], missing: set[int], unusable: set[int]) -> bool:
-        """Whether what is missing may be computed here: it is little, in a safe place, and the first token is known."""
+        """Whether what is missing may be computed here: it is little, in a safe place, and the first token is known.
+
+        Never what arrived wrong: that is for the link to answer for.
+        """
         known = bool((request.kv_transfer_params or {}).get("token_known")) or all(
             each.first_token_id is not None for each in said
         )
         few = len(missing) * self.block_size <= self.connector.core.recompute_tokens
         waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        return bool(known and few and waits and missing and not unusable)
+        wrong = any(each.corrupt for each in said)
+        return bool(known and few and waits and missing and not unusable and not wrong)
 
 
 class HandoffScheduler(_HandoffScheduling):
