@@ -1,4 +1,4 @@
-"""Our scheduler over vLLM's, in this process, with steps that are made up: what cannot be had from a model on demand."""
+"""Our scheduler over vLLM's, in this process, with made-up steps: what cannot be had from a model on demand."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_a_few_missing_blocks_are_computed_again_and_only_those(family: Callable
     blocks = d.rank_heard(notes.Begin).block_ids
     d.ended("a", "lost on the way", (blocks[3], blocks[5]))
     assert d.step() == {"a": 96 - 3 * BLOCK}
-    assert [note for note in d.main_heard() if isinstance(note, notes.Recomputed)][0].tokens == 2 * BLOCK
+    assert next(note for note in d.main_heard() if isinstance(note, notes.Recomputed)).tokens == 2 * BLOCK
 
 
 @pytest.mark.parametrize(

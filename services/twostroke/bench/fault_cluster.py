@@ -116,8 +116,14 @@ async def fault_cluster(
             for name in names:
                 ports.append(free_port(_HOST, ports))
                 address = f"{_HOST}:{ports[-1]}"
-                command = (sys.executable, "-m", "twostroke.worker", "--engine=reference", f"--worker-id={name}")
-                command += (f"--role={name.partition('-')[0]}", f"--port={ports[-1]}", "--drain-s=1", *worker_flags)
+                command: tuple[str, ...] = (sys.executable, "-m", "twostroke.worker", "--engine=reference")
+                command += (
+                    f"--worker-id={name}",
+                    f"--role={name.partition('-')[0]}",
+                    f"--port={ports[-1]}",
+                    "--drain-s=1",
+                    *worker_flags,
+                )
                 cluster.specs[name] = ProcessSpec(name, command, address, child_environment())
                 cluster.proxies[name] = await stack.enter_async_context(FaultProxy(address))
                 cluster.start(name)

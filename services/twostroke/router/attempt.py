@@ -134,7 +134,7 @@ class Attempt:
                 if prefill.broken or self._pool.handoffs.was_received(self._id):
                     raise
                 if isinstance(error, OverloadedError):
-                    decode = await self._where_room_comes(prefill)
+                    decode = await self._where_room_comes(prefill, decode)
                 else:
                     decode = await self._another(prefill, tried, error)
                 if decode is None and not self._progress.ended:
@@ -175,19 +175,21 @@ class Attempt:
             await prefill.ended
         return None
 
-    async def _where_room_comes(self, prefill: PrefillStroke) -> Member | None:
+    async def _where_room_comes(self, prefill: PrefillStroke, refuser: Member) -> Member | None:
         """A decode worker with room, after another router was faster at the one that was chosen; None when there is
         none to wait for, or nothing to hand over any more."""
-        progress, inflight = self._progress, self._pool.inflight
+        progress, tried = self._progress, {refuser.address}
+        self._pool.inflight.ended(progress.ticket)
         while not (progress.ended or prefill.broken):
-            inflight.ended(progress.ticket)
-            await self._pool.wait_report()
             try:
-                plan = self._pool.place(progress.placement(), self._seen_from(prefill.member, set()))
+                plan = self._pool.place(progress.placement(), self._seen_from(prefill.member, tried))
+                if plan.prefill is not None:
+                    return self._moved(prefill.member, plan)
             except NoWorkerError:
-                return None
-            if plan.prefill is not None:
-                return self._moved(prefill.member, plan)
+                if not tried:
+                    return None
+            tried = set()
+            await self._pool.wait_report()
         return None
 
     def _moved(self, source: Member, plan: Plan) -> Member | None:

@@ -13,7 +13,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from twostroke.engine.base import Engine, EngineInfo, EngineLoad, EngineOutput, LinkReport, Stroke
-from twostroke.errors import EngineError, InvalidRequestError, StaleEpochError, TwostrokeError, UnavailableError
+from twostroke.errors import (
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    StaleEpochError,
+    TwostrokeError,
+    UnavailableError,
+)
 from twostroke.policy.step_watch import StepWatch
 from twostroke.v1.engine_pb2 import EngineRequest
 from twostroke.v1.kv_pb2 import Handoff, KvEndpoint
@@ -62,6 +69,9 @@ class EngineHost:
         """Counts what is news beside the load."""
         self._failed: TwostrokeError | None = None
         self._steps = StepWatch(stall_s)
+        self._promised: dict[str, tuple[int, int]] = {}
+        """KV blocks that the load does not count yet, of requests just admitted, and the look at which it does."""
+        self._looks = 0
         self._computing: set[str] = set()
         """Requests that the engine could compute at once, as far as is known here."""
         self.stalled = ""
@@ -88,6 +98,9 @@ class EngineHost:
                 for observer in self.observers:
                     observer.stepped(step.outputs, step.load)
                 self._stepped(step.load)
+                self._looks += 1
+                if self._promised:
+                    self._promised = {name: kept for name, kept in self._promised.items() if kept[1] > self._looks}
                 await self._announce(step.load)
         except Exception as error:
             lost = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
@@ -147,7 +160,8 @@ class EngineHost:
     async def admit(self, request: EngineRequest, stroke: Stroke, owner: Owner, handoff: Handoff | None = None) -> None:
         """Gives the engine a request whose outputs go to `owner`.
 
-        Raises UnavailableError while draining, InvalidRequestError for an id in use, and what the engine raises;
+        Raises UnavailableError while draining, OverloadedError when blocks for a prompt whose answer is written here
+        are not there (routers wait then, and none of them needs to know of the others), InvalidRequestError for an id in use, and what the engine raises;
         nothing is held then.
         """
         if self._failed is not None:
@@ -157,6 +171,8 @@ class EngineHost:
             raise UnavailableError(f"worker {self.worker_id} is draining; place the request elsewhere")
         if request.request_id in self._owners:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use on worker {self.worker_id}")
+        if stroke is not Stroke.PREFILL:
+            self._promise_room(request)
         self._owners[request.request_id] = owner
         if stroke is not Stroke.DECODE:
             self._computing.add(request.request_id)
@@ -170,8 +186,22 @@ class EngineHost:
             self._stop_observing([request.request_id])
             raise
 
+    def _promise_room(self, request: EngineRequest) -> None:
+        total = self.info.total_blocks
+        tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        needed = tokens // self.info.layout.block_size_tokens + 1
+        promised = sum(blocks for blocks, _ in self._promised.values())
+        if needed <= total < self.load.used_blocks + promised + needed:
+            raise OverloadedError(
+                f"worker {self.worker_id} has no room for {needed} KV blocks: {self.load.used_blocks} of {total} are in "
+                f"use and {promised} promised"
+            )
+        # The step that runs now does not know of the request; the next one gives it its blocks.
+        self._promised[request.request_id] = needed, self._looks + 2
+
     def _forget(self, request_id: str) -> None:
         self._owners.pop(request_id, None)
+        self._promised.pop(request_id, None)
         self._computing.discard(request_id)
 
     def _stop_observing(self, request_ids: Sequence[str]) -> None:

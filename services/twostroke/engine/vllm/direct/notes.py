@@ -175,8 +175,8 @@ class DropPeer(Note):
 
 
 _NOTES = (
-    Offer | Finish | Withdraw | Expect | Begin | Skip | Cancel | Renewed | Read | Ended | Broken | Started | Failed | Recomputed
-    | Received | Release | Probe | Probed | DropPeer
+    Offer | Finish | Withdraw | Expect | Begin | Skip | Cancel | Renewed | Read | Ended | Broken
+    | Started | Failed | Recomputed | Received | Release | Probe | Probed | DropPeer
 )  # fmt: skip
 
 
