@@ -22,7 +22,7 @@ BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install up down status test test-fast lint proto parity fuzz bench-router bench-start bench-sim bench-policy bench-pull bench-handoff bench-faults soak-fence clean docs test-compose
+.PHONY: help install up down status test test-fast lint proto parity fuzz bench-router bench-start bench-sim bench-policy bench-pull bench-handoff bench-faults bench-limits soak-fence clean docs test-compose
 
 help: ## Lists these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,7 +59,7 @@ docs: $(BASE) $(GENERATED) ## Writes the tables of docs/operations.md, errors.md
 	@$(BIN)/python -m twostroke.telemetry.tables docs/observability.md
 
 test-compose: $(BASE) $(GENERATED) ## Tests the containers (COMPOSE_TARGET=reference or cpu): clients, faults, networks
-	@COMPOSE_TARGET=$(COMPOSE_TARGET) $(BIN)/python -m pytest tests/compose -p no:cacheprovider
+	@COMPOSE_TARGET=$(COMPOSE_TARGET) $(BIN)/python -m pytest tests/compose -p no:cacheprovider -rP
 
 proto: $(BASE) ## Generates services/twostroke/v1 from protos/
 	@$(BIN)/python setup.py proto
@@ -93,6 +93,9 @@ bench-sim: $(BASE) $(GENERATED) ## Measures simulator, planner and controllers; 
 
 bench-faults: $(BASE) $(GENERATED) ## Breaks a cluster on the reference engine on purpose; writes build/bench/faults.json
 	@$(BIN)/python -m twostroke.bench.faults $(ARGS)
+
+bench-limits: $(BASE) $(GENERATED) ## Cancels streams and opens idle connections by the thousand; writes build/bench/limits.json
+	@$(BIN)/python -m twostroke.bench.limits $(ARGS)
 
 soak-fence: install ## Looks for bytes that land after a transfer was given up; writes build/bench/soak_fence.json
 	@$(BIN)/python -m twostroke.bench.soak_fence $(ARGS)

@@ -41,6 +41,9 @@ class BuildPy(build_py):
 
     def run(self) -> None:
         generate()
+        # Packages were looked for before there was this one, where the tree is clean.
+        if "twostroke.v1" not in self.packages:
+            self.packages.append("twostroke.v1")
         super().run()
 
 

@@ -58,7 +58,7 @@ class ReferenceCluster:
 
     def start(self, name: str, *flags: str) -> None:
         """Starts one process, or the same one again."""
-        module = "twostroke.router" if name == "router" else "twostroke.worker"
+        module = "twostroke.router" if name.startswith("router") else "twostroke.worker"
         log = (self._folder / f"{name}.log").open("ab")
         self._processes[name] = subprocess.Popen(
             [sys.executable, "-m", module, *flags], stdout=log, stderr=log, env={**os.environ}

@@ -112,6 +112,12 @@ class Stack:
         listed = docker("ps", "-a", "--filter", label[0], "--filter", label[1], "--format", "{{.Names}}")
         return sorted(listed.split())
 
+    async def healthy(self, name: str) -> None:
+        """When Docker's own probe of a container says so."""
+        async with asyncio.timeout(60):
+            while docker("inspect", "-f", "{{.State.Health.Status}}", name) != "healthy":  # noqa: ASYNC110
+                await asyncio.sleep(0.5)
+
     async def until(
         self, condition: Callable[[cluster_pb2.WatchResponse], bool], timeout_s: float = 60
     ) -> cluster_pb2.WatchResponse:

@@ -40,7 +40,7 @@ def run(*argv: str) -> int:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     text = capsys.readouterr().out
-    for command in ("up", "down", "status", "logs", "model", "generate", "router", "worker", "prefill", "decode"):
+    for command in ("up", "down", "status", "top", "certs", "logs", "model", "generate", "router", "worker", "prefill", "decode"):
         assert f" {command} " in text
     assert run() == 0
     assert capsys.readouterr().out == text

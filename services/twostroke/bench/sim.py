@@ -40,7 +40,7 @@ _SOURCE = "FAST25-release/traces/conversation_trace.jsonl of kvcache-ai/Mooncake
 _CONFIGURATIONS = 10_000
 _TOP = 50
 _TOP_REQUESTS = 4_000
-_HOURS = 3.0
+_HOURS = 2.0
 _LARGE = (1_000, 1_000_000)
 
 

@@ -25,7 +25,10 @@ async def serve(port: int) -> None:
     export: Any = grpc.unary_unary_rpc_method_handler(_take)
     server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {"Export": export}),))
     await server.start("127.0.0.1", port)
-    await asyncio.Event().wait()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await server.drain(0)
 
 
 if __name__ == "__main__":

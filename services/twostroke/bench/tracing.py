@@ -6,7 +6,6 @@ run the reference engine: nothing else differs, and no engine disturbs. Alone it
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import sys
 from collections.abc import Mapping
@@ -33,8 +32,6 @@ _OFF, _ON = "off", "on"
 _STREAMS, _PROMPT_TOKENS, _MAX_TOKENS = 32, 100, 64
 _STEP_MS = 20
 _WARM_UP_S = 2.0
-# Spans go out twice a second, and each measurement waits for the last of its own.
-_DELAY_MS, _SETTLE_S = 500, 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +52,29 @@ async def measure(record: Record, rounds: int, seconds: float, say: Say) -> None
     async with running(_stacks(obtain("", say), child_environment()), log_folder("tracing"), say) as started:
         routers = {each.stack.name: each for each, _ in started}
         for each in routers.values():
-            await _used_us(each, "warm-up", _WARM_UP_S)
+            await _drive(each, "warm-up", _WARM_UP_S)
         measured = [await _round(routers, number, seconds, say) for number in range(rounds)]
     _record(record, measured)
 
 
 async def _round(routers: Mapping[str, Running], number: int, seconds: float, say: Say) -> _Round:
-    used_us: dict[str, float] = {}
+    # Both are watched all the time: spans go out some seconds after their requests.
+    meter = Meter({name: each.groups()["router"] for name, each in routers.items()})
+    tokens: dict[str, int] = {}
     for name in (_OFF, _ON) if number % 2 else (_ON, _OFF):
-        used_us[name] = await _used_us(routers[name], str(number), seconds)
+        tokens[name] = await _drive(routers[name], str(number), seconds)
+    used_us = {name: used_s / tokens[name] * 1e6 for name, used_s in meter.used_s().items()}
     made = _Round(used_us[_OFF], used_us[_ON])
     say(f"round {number + 1}: off {made.off_us:.1f}, on {made.on_us:.1f} us a token ({made.added_percent:+.1f} %)")
     return made
 
 
-async def _used_us(router: Running, seed: str, seconds: float) -> float:
+async def _drive(router: Running, seed: str, seconds: float) -> int:
+    """Returns how many tokens came."""
     router.check_alive()
-    meter = Meter({"router": router.groups()["router"]})
-    load = await drive(
-        router.stack.address, requests(seed, _PROMPT_TOKENS, _MAX_TOKENS), _STREAMS, seconds, meter.start
-    )
-    await asyncio.sleep(_SETTLE_S)
-    return meter.used_s()["router"] / (len(load.answers) * _MAX_TOKENS) * 1e6
+    bodies = requests(seed, _PROMPT_TOKENS, _MAX_TOKENS)
+    load = await drive(router.stack.address, bodies, _STREAMS, seconds, lambda: None)
+    return len(load.answers) * _MAX_TOKENS
 
 
 def _record(record: Record, rounds: list[_Round]) -> None:
@@ -110,7 +108,7 @@ def _stacks(model: str, environment: Mapping[str, str]) -> list[Stack]:
     )  # fmt: skip
     receiver = _process("sink", sink, environment, "twostroke.bench.trace_sink", str(sink))
     off, on = (
-        _process(f"router-{name}", grpc_port, {**environment, "OTEL_BSP_SCHEDULE_DELAY": str(_DELAY_MS)},
+        _process(f"router-{name}", grpc_port, environment,
                  "twostroke.router", f"--model={model}", f"--served-model-name={MODEL}", f"--workers={workers}",
                  f"--http-port={http_port}", f"--grpc-port={grpc_port}", "--log-level=WARNING", "--drain-s=1", *flags)
         for name, http_port, grpc_port, flags in (

@@ -22,6 +22,7 @@ from twostroke.client._types import Completion, Model
 from twostroke.config import RpcSettings
 from twostroke.errors import InvalidRequestError
 from twostroke.rpc.channel import connect
+from twostroke.rpc.trace_context import present
 from twostroke.v1.inference_pb2 import GenerateRequest, ListModelsRequest
 from twostroke.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -122,7 +123,8 @@ class AsyncClient:
                 return models(response)
 
     def _open(self, request: GenerateRequest, attempt: Attempt) -> AsyncCall:
-        return self._stub(attempt.target).Generate(request, timeout=attempt.timeout_s, metadata=self._core.metadata)
+        metadata = (*self._core.metadata, *present())
+        return self._stub(attempt.target).Generate(request, timeout=attempt.timeout_s, metadata=metadata)
 
     def _stub(self, target: str) -> InferenceServiceAsyncStub:
         self._core.check_open()

@@ -19,6 +19,7 @@ from twostroke.client._retry import DEFAULT_RETRIES, RetryPolicy
 from twostroke.client._types import Chunk, Completion, Model
 from twostroke.config import RpcSettings
 from twostroke.rpc.channel import connect_sync
+from twostroke.rpc.trace_context import present
 from twostroke.v1.inference_pb2 import GenerateRequest, GenerateResponse, ListModelsRequest
 from twostroke.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -220,7 +221,8 @@ class Client:
     def _open(self, request: GenerateRequest, attempt: Attempt) -> SyncCall:
         stub = self._stub(attempt.target)
         with self._closed_is_told():
-            return stub.Generate(request, timeout=attempt.timeout_s, metadata=self._core.metadata)
+            metadata = (*self._core.metadata, *present())
+            return stub.Generate(request, timeout=attempt.timeout_s, metadata=metadata)
 
     @contextmanager
     def _closed_is_told(self) -> Iterator[None]:

@@ -67,12 +67,25 @@ class Dispatcher:
         public_id: the id under which `trail` finds it; the request's own when empty. Raises InvalidRequestError for an
         id in use, NoWorkerError when nothing has been able to serve it for a while, and what WaitingRoom.enter raises.
         """
+        edge = Edge.current.get()
+        try:
+            self._start(request, edge, timeout_s, public_id)
+        except TwostrokeError as error:
+            self.observer.refused(error, edge)
+            raise
+
+    def _start(self, request: EngineRequest, edge: Edge | None, timeout_s: float | None, public_id: str) -> None:
         if request.request_id in self._flights:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use; choose another")
         if waiting_for := self.closed_for():
             raise NoWorkerError(f"the router is not ready: it waits for {waiting_for}")
+        if request.ByteSize() > self._settings.rpc.max_message_bytes // 2:
+            # It would break the session that it shares with others.
+            raise InvalidRequestError(
+                f"the request takes {request.ByteSize()} bytes; workers get no more than half of "
+                f"--rpc-max-message-bytes, {self._settings.rpc.max_message_bytes}"
+            )
         deadline_s = time.monotonic() + min(timeout_s or float("inf"), self._settings.request_timeout_s)
-        edge = Edge.current.get()
         flight = Flight(
             request,
             self.pool,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 
+from twostroke.errors import TwostrokeError
 from twostroke.router.output import Trail
 from twostroke.telemetry import spans
 from twostroke.telemetry.spans import Attribute
@@ -42,6 +43,8 @@ class Edge:
         """Of its engine requests, one per choice."""
         self.request_id = ""
         """The public one."""
+        self.refusal: TwostrokeError | None = None
+        """Why an engine request was not taken."""
         came = incoming or NO_HEADERS
         self._span = tracer.begin(spans.REQUEST, time.monotonic(), came) if tracer else None
         sampled = self._span.headers if self._span else NO_HEADERS
@@ -65,6 +68,8 @@ class Edge:
         failed = next((trail for trail in self.trails if trail.failure), None)
         if failed is not None:
             error_type, message = failed.error_type, failed.failure
+        elif self.refusal is not None:
+            error_type, message = self.refusal.reason, self.refusal.message
         if error_type:
             attributes[spans.ERROR_TYPE] = error_type
         self._span.end(f"{self.operation} {self.model}", time.monotonic(), attributes, error=message or error_type)

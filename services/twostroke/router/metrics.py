@@ -12,6 +12,7 @@ from twostroke.router.edge import PROVIDER
 from twostroke.router.links import LinkState
 from twostroke.router.output import Trail
 from twostroke.router.pool import WorkerPool
+from twostroke.router.waiting import WaitingRoom
 from twostroke.telemetry import metrics
 from twostroke.telemetry.metrics import Collector, Family, Registry, family
 
@@ -32,6 +33,7 @@ class RequestMetrics:
         self._prefill = registry.histogram(metrics.PREFILL_TIME)
         self._exposed = registry.histogram(metrics.EXPOSED)
         self._requests = registry.counter(metrics.REQUESTS)
+        self._refusals = registry.counter(metrics.REFUSALS)
         self._tokens = registry.counter(metrics.TOKENS)
         self._placements = registry.counter(metrics.PLACEMENTS)
         self._retries = registry.counter(metrics.RETRIES)
@@ -44,6 +46,10 @@ class RequestMetrics:
             self._prompts.labels(kv)
         for finish in ("stop", "length", "error", "abort"):
             self._requests.labels(finish)
+
+    def refused(self, reason: str) -> None:
+        """A request was not taken."""
+        self._refusals.labels(reason).inc()
 
     def over(self, trail: Trail, operation: str, model: str, *, recomputed: bool) -> None:
         """A request is over."""
@@ -90,6 +96,7 @@ def _kv_of(trail: Trail, *, recomputed: bool) -> str:
 
 
 class _Active(Protocol):
+    room: WaitingRoom
     recomputed_prompts: int
 
     @property
@@ -109,6 +116,7 @@ class ClusterMetrics(Collector):
         """See Collector."""
         counts = self._pool.handoffs.counts()
         yield family(metrics.ACTIVE, {(): self._active.active_requests})
+        yield family(metrics.QUEUED, {(): len(self._active.room)})
         yield family(metrics.READY, {(): float(not self._active.waiting_for())})
         yield family(metrics.RECOMPUTED, {(): self._active.recomputed_prompts})
         yield family(metrics.HANDOFFS, {(state.value,): counts.get(state, 0) for state in _LIVE})

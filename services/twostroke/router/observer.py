@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from twostroke.errors import TwostrokeError
 from twostroke.router import traces
 from twostroke.router.edge import Edge
 from twostroke.router.output import Trail
@@ -25,6 +26,13 @@ class RequestObserver:
         self.tracer = tracer
         self._metrics = metrics
         self._log_prompts = log_prompts
+
+    def refused(self, error: TwostrokeError, edge: Edge | None) -> None:
+        """A request was not taken at all."""
+        if edge is not None:
+            edge.refusal = error
+        if self._metrics is not None:
+            self._metrics.refused(error.reason)
 
     def over(
         self, request_id: str, prompt: Sequence[int], trail: Trail, edge: Edge | None, *, recomputed: bool

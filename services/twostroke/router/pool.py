@@ -26,6 +26,8 @@ from twostroke.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, GetInfoResponse
 
 log = logging.getLogger(__name__)
 
+_IN_USE = (MemberState.READY, MemberState.QUIET, MemberState.DRAINING)
+
 REPORT_S = 0.25
 OPTIONS = replace(STRICT, wait=True)
 
@@ -110,8 +112,9 @@ class WorkerPool:
             self._members[address] = member
             self._tasks[address] = group.create_task(member.run(), name=f"worker {address}")
         for address in self._members.keys() - addresses:
-            # A resolver that fails says nothing about the workers that it named before.
-            if not keep and self._members[address].state is not MemberState.READY:
+            # A resolver that fails says nothing about the workers that it named before. Who has requests is first found
+            # lost, which tells them, or ends by itself.
+            if not keep and self._members[address].state not in _IN_USE:
                 log.info("worker %s is no longer named by %s", address, ",".join(self._targets))
                 self._members.pop(address).end_life()
                 self._tasks.pop(address).cancel()

@@ -34,6 +34,9 @@ _CONNECT = re.compile(
     r"failed to connect to all addresses.*?ip[^:]*:(\S+?): (?:Failed to connect to remote host: )?(.*)"
 )
 
+# How gRPC words that a message exceeds a limit, at either end.
+_TOO_LARGE = re.compile(r"message larger than max", re.IGNORECASE)
+
 _BY_CODE: dict[int, type[TwostrokeError]] = {
     Code.INVALID_ARGUMENT: InvalidRequestError,
     Code.NOT_FOUND: UnknownModelError,
@@ -78,6 +81,9 @@ def to_error(error: grpc.RpcError) -> TwostrokeError:
         status = rpc_status.from_call(call)
     if status is not None:
         return _from_status(status)
+    if _TOO_LARGE.search(details):
+        # gRPC says RESOURCE_EXHAUSTED, which reads as if a retry could help.
+        return InvalidRequestError(f"{details}; send less, or raise --rpc-max-message-bytes on both sides")
     refused = _CONNECT.search(details)
     error_message = f"cannot connect to {refused[1]}: {refused[2]}" if refused else details or "the call failed"
     return _make("", code, error_message, None)

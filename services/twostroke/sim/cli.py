@@ -84,6 +84,9 @@ def sim(
     descriptors_per_block: Annotated[float, typer.Option(min=0, help="Of a KV block.", rich_help_panel=LINKS)] = 1,
     workers_per_port: Annotated[int, typer.Option(min=1, help="That share one.", rich_help_panel=LINKS)] = 1,
     overlap: Annotated[bool, typer.Option(help="Move KV while prefill runs.", rich_help_panel=LINKS)] = True,
+    decode_first_token: Annotated[
+        bool, typer.Option(help="Decode chooses the first token, as in vLLM's own P/D.", rich_help_panel=LINKS)
+    ] = False,
     fail: Annotated[
         list[str] | None,
         typer.Option(metavar="W@S[+D]", help="Worker W dies at S, is started again after D.", rich_help_panel=LINKS),
@@ -132,6 +135,7 @@ def sim(
             workers_per_port=workers_per_port,
         ),
         overlap=overlap,
+        decode_first_token=decode_first_token,
         cell_workers=cell_workers,
         failures=tuple(parse_failure(text) for text in fail or ()),
     )

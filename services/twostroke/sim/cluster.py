@@ -52,8 +52,6 @@ class Cluster(Lives):
         for failure in fleet.failures:
             self.send(failure.at_s, self._fail, failure)
 
-    # The loop.
-
     def run(self, progress: Callable[[float, int], None] | None = None) -> bool:
         """Runs to the end of the traffic. False when Ctrl-C ended it before; what was recorded so far stands.
 
@@ -108,8 +106,6 @@ class Cluster(Lives):
         self._remove(worker)
         if failure.down_s >= 0:
             self.send(now_s + failure.down_s, self._restart, worker)
-
-    # Requests.
 
     def _arrive(self, request: int, now_s: float) -> None:
         self.arrived += 1

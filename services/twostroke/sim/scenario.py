@@ -106,6 +106,7 @@ class FleetSpec:
     link_gbps: float = 0.0
     link: LinkKind = field(default_factory=LinkKind)
     overlap: bool = True
+    decode_first_token: bool = False
     hop_s: float = 0.001
     cell_workers: int = 0
     failures: tuple[Failure, ...] = ()
@@ -133,6 +134,7 @@ class FleetSpec:
             link=replace(self.link, bytes_per_s=bytes_per_s),
             kv_bytes_per_token=sender.kv_bytes_per_token,
             overlap=self.overlap,
+            decode_first_token=self.decode_first_token,
             hop_s=self.hop_s,
             cell_workers=self.cell_workers,
             failures=self.failures,

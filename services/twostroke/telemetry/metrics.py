@@ -58,6 +58,8 @@ TPOT = Metric(
     _TPOT_BUCKETS_S,
 )
 REQUESTS = Metric("twostroke_requests_total", "counter", "Requests that are over, by how they ended.", ("finish",))
+REFUSALS = Metric("twostroke_refusals_total", "counter", "Requests that the router did not take.", ("reason",))
+QUEUED = Metric("twostroke_requests_queued", "gauge", "Requests that wait at the router for a worker with room.")
 ACTIVE = Metric("twostroke_requests_in_flight", "gauge", "Requests that are not over.")
 TOKENS = Metric("twostroke_tokens_total", "counter", "Tokens of requests that are over.", ("kind",))
 PLACEMENTS = Metric("twostroke_placements_total", "counter", "Attempts that were placed, by option.", ("option",))
@@ -134,7 +136,22 @@ STEP_TIME = Metric(
 )
 
 ROUTER_METRICS = (
-    *(DURATION, TTFT, TPOT, REQUESTS, ACTIVE, TOKENS, PLACEMENTS, RETRIES, PROMPTS, QUEUE_TIME, PREFILL_TIME, EXPOSED),
+    *(
+        DURATION,
+        TTFT,
+        TPOT,
+        REQUESTS,
+        REFUSALS,
+        QUEUED,
+        ACTIVE,
+        TOKENS,
+        PLACEMENTS,
+        RETRIES,
+        PROMPTS,
+        QUEUE_TIME,
+        PREFILL_TIME,
+        EXPOSED,
+    ),
     *(HANDOFF_BYTES, HANDOFFS, HANDOFFS_OVER, RECOMPUTED, READY, WORKERS, LINK_STATE, LINK_RATE, LINK_LATENCY),
     *(LINK_FAILURES, LINK_LANES),
 )

@@ -35,8 +35,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from twostroke.telemetry.spans import SpanType
 from twostroke.telemetry.tracing import Attributes, Clock, Headers, SpanRef
 
-# Small batches: encoding one keeps the interpreter for some milliseconds at most.
-BATCH_SPANS = 128
 EXPORT_TIMEOUT_S = 3.0
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -75,7 +73,7 @@ class OtlpTracer:
         }
         self._resource = _Resource(Resource.create({**described}))
         exporter = OTLPSpanExporter(endpoint=url, insecure=not url.startswith("https"), timeout=EXPORT_TIMEOUT_S)
-        self._processor = BatchSpanProcessor(exporter, max_export_batch_size=BATCH_SPANS)
+        self._processor = BatchSpanProcessor(exporter)
 
     def begin(self, span: SpanType, begin_s: float, parent: Headers) -> OtlpSpan | None:
         """See Tracer.begin."""
@@ -86,7 +84,7 @@ class OtlpTracer:
             return None
         state = above.trace_state if above else TraceState()
         context = SpanContext(trace_id, self._ids.generate_span_id(), False, _SAMPLED, state)
-        return OtlpSpan(self, context, above, begin_s, self._clock.offset_ns(), _headers(context))
+        return OtlpSpan(self, context, above, begin_s, self._clock.offset_ns(), _OwnHeaders(context))
 
     def record(
         self,
@@ -165,15 +163,21 @@ class OtlpSpan:
         self.tracer.write(name, self.context, self.above, SpanKind.SERVER, begin_ns, end_ns, attributes, (), error)
 
 
+class _OwnHeaders(dict[str, str]):
+    """Headers of a span that was begun here; to read them again would cost as much as a span."""
+
+    def __init__(self, context: SpanContext) -> None:
+        super().__init__(traceparent=f"00-{context.trace_id:032x}-{context.span_id:016x}-01")
+        if context.trace_state:
+            self["tracestate"] = context.trace_state.to_header()
+        self.context = context
+
+
 def _context(headers: Headers) -> SpanContext | None:
     """The span that W3C headers name; None for none, and for headers that are malformed."""
+    if isinstance(headers, _OwnHeaders):
+        return headers.context
     if "traceparent" not in headers:
         return None
     found = get_current_span(_PROPAGATOR.extract(headers)).get_span_context()
     return found if found.is_valid else None
-
-
-def _headers(context: SpanContext) -> Headers:
-    headers: dict[str, str] = {}
-    _PROPAGATOR.inject(headers, set_span_in_context(NonRecordingSpan(context)))
-    return headers

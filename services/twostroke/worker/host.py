@@ -160,9 +160,9 @@ class EngineHost:
     async def admit(self, request: EngineRequest, stroke: Stroke, owner: Owner, handoff: Handoff | None = None) -> None:
         """Gives the engine a request whose outputs go to `owner`.
 
-        Raises UnavailableError while draining, OverloadedError when blocks for a prompt whose answer is written here
-        are not there (routers wait then, and none of them needs to know of the others), InvalidRequestError for an id in use, and what the engine raises;
-        nothing is held then.
+        Raises UnavailableError while draining, OverloadedError when there are no blocks for a prompt whose answer is to
+        be written here (its router waits then, and needs not know of the others), InvalidRequestError for an id in use,
+        and what the engine raises; nothing is held then.
         """
         if self._failed is not None:
             raise self._failed
@@ -193,8 +193,8 @@ class EngineHost:
         promised = sum(blocks for blocks, _ in self._promised.values())
         if needed <= total < self.load.used_blocks + promised + needed:
             raise OverloadedError(
-                f"worker {self.worker_id} has no room for {needed} KV blocks: {self.load.used_blocks} of {total} are in "
-                f"use and {promised} promised"
+                f"worker {self.worker_id} has no room for {needed} KV blocks: of {total}, {self.load.used_blocks} are "
+                f"in use and {promised} promised"
             )
         # The step that runs now does not know of the request; the next one gives it its blocks.
         self._promised[request.request_id] = needed, self._looks + 2

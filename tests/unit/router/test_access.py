@@ -142,3 +142,12 @@ def test_connections_of_one_address_share() -> None:
     with pytest.raises(RateLimitedError):
         access.guard(generate, "", "ipv4:10.0.0.1:6")
     access.guard(generate, "", "ipv6:%5B::1%5D:6")
+
+
+def test_a_tenant_is_its_key_and_where_none_is_asked_for_its_header() -> None:
+    closed, open_ = Access(["k", "other"]), Access()
+    assert closed.tenant("k", "any") == closed.tenant("k", "") != closed.tenant("other", "any")
+    assert open_.tenant("k", "team") == "team"
+    assert open_.tenant("k", "") == closed.tenant("k", "")
+    assert open_.tenant("", "") == ""
+    assert len(open_.tenant("", "x" * 5000)) == 64

@@ -12,8 +12,8 @@ import grpc.aio
 import pytest
 
 from twostroke.errors import KvCorruptError, KvLostError, OverloadedError, TwostrokeError, WorkerLostError
-from twostroke.policy.ledger import HandoffState, Life
 from twostroke.policy.inflight import InFlight
+from twostroke.policy.ledger import HandoffState, Life
 from twostroke.policy.placement import ClusterSnapshot, PlacementRequest, Plan, WorkerSnapshot, place
 from twostroke.router.attempt import Attempt
 from twostroke.router.handoffs import Handoffs
@@ -351,8 +351,10 @@ async def test_the_only_decode_worker_is_asked_again_when_it_has_reported() -> N
     assert len(stage.d[0].slots) == 1, "not while nothing has changed"
     for number in (2, 3):
         stage.reported.set()
-        await stage.until(lambda number=number: len(stage.d[0].slots) == number)
+        await stage.settled()
+        assert len(stage.d[0].slots) == number
         again = stage.d[0].slots[-1]
+        assert again.handoff is not None
         assert not again.handoff.in_progress
         assert list(again.request.output_token_ids) == [7]
         if number == 2:

@@ -106,7 +106,7 @@ def _judge(record: Record, outcomes: Sequence[Outcome]) -> None:
     refused = [outcome for outcome in outcomes if outcome.row.refused]
     record.check(
         "rows that cannot be equal and are refused with a clear error",
-        sum(not outcome.problems for outcome in refused),
+        sum(not outcome.problems for outcome in refused) if refused else None,
         "rows",
         f"{len(refused)} of {len(refused)}",
         not any(outcome.problems for outcome in refused),

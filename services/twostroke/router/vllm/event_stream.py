@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
@@ -97,6 +98,7 @@ class _Stream:
         if self._refused:
             return
         if message["type"] == "http.response.start":
+            _add_retry_after(message, self.admission.refusal)
             self._events = _is_event_stream(message)
             if self._events and self._path in _GENERATING:
                 self._head = message
@@ -125,7 +127,7 @@ class _Stream:
                 return
             if error := self._refusal():
                 self._refused = True
-                await _answer(self._send, self._path, error)
+                await _answer(self._send, self._path, error, self.admission.refusal)
                 return
             self._begin_comments()
             await self._send(head)
@@ -210,7 +212,7 @@ def _describe(error: Exception) -> dict[str, Any]:
     return described
 
 
-async def _answer(send: Send, path: str, error: dict[str, Any]) -> None:
+async def _answer(send: Send, path: str, error: dict[str, Any], refusal: Exception | None) -> None:
     code = error.get("code")
     status = code if isinstance(code, int) and 400 <= code < 600 else int(HTTPStatus.INTERNAL_SERVER_ERROR)
     content: dict[str, Any] = {"error": error}
@@ -218,5 +220,13 @@ async def _answer(send: Send, path: str, error: dict[str, Any]) -> None:
         content = {"type": "error", "error": {"type": error.get("type"), "message": error.get("message")}}
     body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    start: Message = {"type": "http.response.start", "status": status, "headers": headers}
+    _add_retry_after(start, refusal)
+    await send(start)
     await send({"type": "http.response.body", "body": body})
+
+
+def _add_retry_after(start: Message, refusal: Exception | None) -> None:
+    if start["status"] in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+        wait_s = getattr(refusal.__cause__, "retry_after_s", None) if refusal else None
+        start["headers"] = [*start.get("headers", ()), (b"retry-after", str(math.ceil(wait_s or 1)).encode())]

@@ -38,6 +38,8 @@ def prepare_environment(settings: RouterSettings) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CONFIGURE_LOGGING": "0",
         "TORCHDYNAMO_DISABLE": "1",
+        # Longer than proxies keep an idle connection: they would use one that is closed here.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",
     }
     if Path(settings.model).is_dir():
         values["HF_HUB_OFFLINE"] = "1"

@@ -34,20 +34,20 @@ class Setting:
 
 
 LEVELS: tuple[tuple[tuple[str, ...], float], ...] = (
-    ((), 1.6),
-    (("engine",), 0.65),
-    (("engine", "source"), 0.65),
-    (("generation",), 0.5),
-    (("engine", "generation"), 0.4),
-    (("system",), 0.25),
-    (("precision",), 0.5),
-    (("precision", "generation", "engine"), 0.3),
-    (("family",), 0.4),
-    (("family", "engine"), 0.3),
-    (("model",), 0.4),
-    (("model", "engine"), 0.3),
-    (("model", "system", "engine", "precision"), 0.3),
-    (("model", "system", "engine", "precision", "version", "source"), 0.25),
+    ((), 2),
+    (("engine",), 0.8125),
+    (("engine", "source"), 0.8125),
+    (("generation",), 0.625),
+    (("engine", "generation"), 0.5),
+    (("system",), 0.3125),
+    (("precision",), 0.625),
+    (("precision", "generation", "engine"), 0.375),
+    (("family",), 0.5),
+    (("family", "engine"), 0.375),
+    (("model",), 0.5),
+    (("model", "engine"), 0.375),
+    (("model", "system", "engine", "precision"), 0.375),
+    (("model", "system", "engine", "precision", "version", "source"), 0.3125),
 )
 """(fields that tell a level's groups apart, standard deviation of what a group adds, on the fit's scale)."""
 

@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 SHARE = 0.1
 _SHIFT = 0.01
 _ERROR = 0.05  # expected of one observation
-_SPREAD = 0.6  # of the levels' standard deviations; the whole would go for the extremes only
+_SPREAD = 0.48  # of the levels' standard deviations; the whole would go for the extremes only
 
 
 def choose(runs: Sequence[Fittable], share: float = SHARE) -> list[int]:

@@ -168,11 +168,11 @@ class Found:
 def so_far(lab: Lab) -> Found:
     """What an interrupted search had come to: the unchanged traffic's simulations, best first."""
     plain = (1.0, (1.0, 1.0), 1.0, 1.0, lab.question.slo)
-    candidates = [
-        Candidate(trial.config, summary)
-        for trial, summary in lab.finished
-        if (trial.factor, trial.speed, trial.link_factor, trial.prompt_factor, trial.slo) == plain
-    ]
+    first: dict[Config, Summary] = {}
+    for trial, summary in lab.finished:
+        if (trial.factor, trial.speed, trial.link_factor, trial.prompt_factor, trial.slo) == plain:
+            first.setdefault(trial.config, summary)
+    candidates = [Candidate(config, summary) for config, summary in first.items()]
     return Found(0, sorted(candidates, key=lambda each: each.rank(lab.question.target)))
 
 

@@ -127,7 +127,7 @@ function showWorkers(cluster, actions) {
     const free = blocks ? `${blocks - (load.used_blocks ?? 0)} of ${blocks}` : "-";
     cells(row, [info.worker_id || "?", short(load.role ?? info.role ?? "?"), short(worker.state), String(load.running_requests ?? "-"),
       String(load.waiting_requests ?? "-"), free, String(load.held_handoffs ?? "-"), worker.address]);
-    row.children[2].className = { ready: "good", starting: "warn" }[short(worker.state)] ?? "bad";
+    row.children[2].className = { ready: "good", starting: "warn", draining: "warn", quiet: "warn" }[short(worker.state)] ?? "bad";
     row.title = worker.detail;
     if (actions.length && !row.children[8]) row.append(element("td", {}, ...buttons(info.worker_id, actions)));
   });

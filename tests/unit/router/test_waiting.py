@@ -1,0 +1,139 @@
+"""The queue at work, in front of a cluster that has room when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from twostroke.config import RouterSettings
+from twostroke.errors import NoWorkerError, OverloadedError
+from twostroke.policy.inflight import InFlight
+from twostroke.policy.plan import Option, Plan
+from twostroke.policy.snapshot import ClusterSnapshot, PlacementRequest, WorkerSnapshot
+from twostroke.router.pool import WorkerPool
+from twostroke.router.waiting import WaitingRoom
+
+PLACED, FULL = Plan("p", "d"), Plan(None, "", Option.WAIT)
+
+
+class Pool:
+    """As much of a pool as a waiting room needs."""
+
+    def __init__(self) -> None:
+        self.rooms = 0
+        self.away = 0.0
+        self.inflight = InFlight()
+        for name in ("p", "d"):
+            self.inflight.describe(WorkerSnapshot(name, name == "p", name == "d", free_blocks=99, total_blocks=99))
+        self.reported = asyncio.Event()
+
+    def snapshot(self) -> ClusterSnapshot:
+        return ClusterSnapshot(self.inflight.snapshots(["p", "d"]))
+
+    def place(self, request: PlacementRequest) -> Plan:
+        if self.away:
+            raise NoWorkerError("no decode worker is ready")
+        self.rooms -= 1
+        return PLACED if self.rooms >= 0 else FULL
+
+    def away_s(self) -> float:
+        return self.away
+
+    async def wait_report(self) -> None:
+        await self.reported.wait()
+        self.reported.clear()
+
+    def report(self, rooms: int = 0) -> None:
+        self.rooms = rooms
+        self.reported.set()
+
+
+class Rig:
+    def __init__(self, pool: Pool, **settings: object) -> None:
+        self.pool = pool
+        self.room = WaitingRoom(RouterSettings(**settings), cast(WorkerPool, pool))  # type: ignore[arg-type]
+
+    def enter(self, tenant: str = "", priority: int = 0) -> tuple[str, asyncio.Task[Plan]]:
+        ticket = self.room.enter(PlacementRequest(10, tenant=tenant, priority=priority))
+        return ticket, asyncio.create_task(self.room.turn(ticket))
+
+
+@pytest.fixture
+async def pool() -> Pool:
+    return Pool()
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_where_there_is_room_nobody_waits(pool: Pool) -> None:
+    pool.rooms, rig = 1, Rig(pool)
+    ticket = rig.room.enter(PlacementRequest(10))
+    assert len(rig.room) == 0
+    assert pool.snapshot().workers[0].pending_prompts == 1, "it counts from the decision on"
+    assert await rig.room.turn(ticket) is PLACED
+    rig.room.leave(ticket)
+    assert pool.snapshot().workers[0].pending_prompts == 0
+
+
+async def test_room_that_comes_goes_to_the_more_urgent_one(pool: Pool) -> None:
+    rig = Rig(pool)
+    (_, late), (_, urgent) = rig.enter(priority=1), rig.enter(priority=-1)
+    await settled()
+    assert len(rig.room) == 2
+    pool.report(rooms=1)
+    await settled()
+    assert urgent.done()
+    assert not late.done()
+    pool.report(rooms=1)
+    assert await late is PLACED
+
+
+async def test_the_end_of_a_request_is_room_too(pool: Pool) -> None:
+    pool.rooms, rig = 1, Rig(pool)
+    (first, _), (_, second) = rig.enter(), rig.enter()
+    pool.rooms = 1
+    rig.room.leave(first)
+    assert await second is PLACED
+
+
+async def test_whoever_leaves_while_waiting_takes_no_room(pool: Pool) -> None:
+    rig = Rig(pool, queue_requests=1)
+    ticket, task = rig.enter()
+    with pytest.raises(OverloadedError, match="1 requests of priority 0"):
+        rig.room.enter(PlacementRequest(10))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    rig.room.leave(ticket)
+    assert len(rig.room) == 0
+    pool.rooms = 1
+    _, next_one = rig.enter()
+    assert await next_one is PLACED
+
+
+async def test_a_tenant_at_its_cap_waits_until_one_of_its_requests_is_over(pool: Pool) -> None:
+    pool.rooms, rig = 9, Rig(pool, tenant_requests=1)
+    (first, _), (_, second), (_, other) = rig.enter("a"), rig.enter("a"), rig.enter("b")
+    await settled()
+    assert other.done()
+    assert not second.done()
+    rig.room.leave(first)
+    assert await second is PLACED
+
+
+async def test_workers_that_are_away_are_waited_for_until_patience_ends(pool: Pool) -> None:
+    pool.away, rig = 1.0, Rig(pool, patience_s=2)
+    _, task = rig.enter()
+    pool.report()
+    await settled()
+    assert not task.done()
+    pool.away = 2.0
+    pool.report()
+    with pytest.raises(NoWorkerError, match="decode") as caught:
+        await task
+    assert caught.value.retry_after_s == 2
+    assert len(rig.room) == 0
