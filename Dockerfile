@@ -32,7 +32,7 @@ RUN --mount=type=bind,source=docker/wheels,target=/wheels \
 
 FROM build-cpu AS model
 COPY --from=app /opt/twostroke /opt/twostroke
-RUN PYTHONPATH=/opt/twostroke TWOSTROKE_CACHE_DIR=/models python -m twostroke model fetch
+RUN PYTHONPATH=/opt/twostroke TWOSTROKE_CACHE_DIR=/models python -m twostroke model fetch && chmod -R a+rX /models
 
 FROM build AS build-gpu
 RUN --mount=type=bind,source=docker/wheels,target=/wheels \

@@ -117,7 +117,8 @@ def _frame(kind: int, flags: int, payload: bytes) -> bytes:
 @asynccontextmanager
 async def idle_connections(host: str, port: int, count: int) -> AsyncIterator[list[IdleConnection]]:
     """So many connections that the server has greeted; closed afterwards."""
-    loop, opened = asyncio.get_running_loop(), []
+    loop = asyncio.get_running_loop()
+    opened: list[IdleConnection] = []
     try:
         while len(opened) < count:
             some = min(OPENED_AT_ONCE, count - len(opened))

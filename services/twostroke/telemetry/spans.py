@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+# Compared by identity, since attributes are keys of dictionaries on the way of every request.
+@dataclass(frozen=True, slots=True, eq=False)
 class Attribute:
     """One attribute of a span."""
 
@@ -13,7 +14,7 @@ class Attribute:
     meaning: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SpanType:
     """One kind of span. name: its span name, and of the edge's the beginning of it."""
 
