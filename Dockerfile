@@ -55,6 +55,9 @@ COPY --from=build-gpu /opt/venv /opt/venv
 COPY --from=app /opt/twostroke /opt/twostroke
 
 FROM runtime AS cpu
+USER root
+RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 libgomp1 && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
 ENV TWOSTROKE_DTYPE=float32 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1
 COPY --from=build-cpu /opt/venv /opt/venv
 COPY --from=model /models /models

@@ -21,9 +21,10 @@ from twostroke.v1.inference_pb2_grpc import InferenceServiceStub
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# A prompt token takes half a millisecond, a step reads 64 of them; a decode worker has 64 blocks of 16 tokens.
+# A prompt token takes half a millisecond, a step reads 64 of them; a decode worker has 64 blocks of 16 tokens, and
+# writes slowly, so that what is to be seen meanwhile is seen on a machine that is busy, too.
 WORKERS = ("--reference-token-us", "500", "--step-budget-tokens", "64")
-SMALL = {"decode-0": ("--reference-blocks", "64")}
+SMALL = {"decode-0": ("--reference-blocks", "64", "--reference-step-ms", "15")}
 ROUTER = ("--prefill-queue-tokens", "700", "--queue-requests", "3", "--patience-s", "20")
 
 
@@ -82,7 +83,7 @@ async def test_no_prompt_is_computed_that_has_nowhere_to_go(slow: Cluster) -> No
 async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(slow: Cluster) -> None:
     """Three wait behind one that is served; one more is RESOURCE_EXHAUSTED with a time. A more urgent one has a queue
     of its own. What waits has cost the workers nothing when its clients leave."""
-    asked = [asyncio.create_task(slow.ask(request(prompt(900, 10), 50)))]
+    asked = [asyncio.create_task(slow.ask(request(prompt(900, 10), 110)))]
     await slow.until(lambda view: load(view, "decode-0")[1] > 50)
     asked += [asyncio.create_task(slow.ask(request(prompt(900, 11 + i), 50))) for i in range(3)]
     await slow.until(lambda view: view.requests == 4)

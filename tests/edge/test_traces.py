@@ -49,10 +49,12 @@ async def test_a_streamed_chat_of_two_choices_is_one_tree(traced: Edge, found: R
         "n": 2,
         "stream": True,
         "max_tokens": 6,
-        "temperature": 0,
+        "temperature": 0.8,
+        "seed": 1,
         "ignore_eos": True,
     }
     async with traced.http.stream("POST", "/v1/chat/completions", json=asked, headers=traceparent(trace)) as response:
+        assert response.status_code == 200, await response.aread()
         lines = [line async for line in response.aiter_lines() if line.startswith("data: {")]
     public_id = json.loads(lines[0].removeprefix("data: "))["id"]
     spans = of(await found.until(lambda spans: len(of(spans, trace)) >= 13), trace)

@@ -219,12 +219,12 @@ class WorkerPool:
             self.links.snapshots(),
         )
 
-    def place(self, request: PlacementRequest, snapshot: ClusterSnapshot | None = None) -> Plan:
-        """A plan, maybe to WAIT until `wait_changed`. Raises NoWorkerError when nothing can serve the request now.
+    def place(self, request: PlacementRequest, snapshot: ClusterSnapshot | None = None, *, waits: bool = True) -> Plan:
+        """A plan; where there is no room, to WAIT until `wait_changed`, or else to use a full worker.
 
-        snapshot: instead of the present one.
+        snapshot: instead of the present one. Raises NoWorkerError when nothing can serve the request now.
         """
-        return place(request, snapshot or self.snapshot(), OPTIONS, limits=self._limits)
+        return place(request, snapshot or self.snapshot(), OPTIONS if waits else STRICT, limits=self._limits)
 
     def away_s(self) -> float:
         """How long the cluster has not been able to serve; infinite when it never was."""

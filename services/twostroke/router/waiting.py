@@ -16,6 +16,10 @@ from twostroke.policy.snapshot import PlacementRequest
 from twostroke.router.output import Trail
 from twostroke.router.pool import WorkerPool
 
+# An engine on which nothing runs may not have reported what it freed last: a request that waits though this router has
+# nothing at work finds out.
+STALE_S = 2.0
+
 
 class WaitingRoom:
     """Of one router. All methods from one event loop."""
@@ -109,6 +113,8 @@ class WaitingRoom:
             except NoWorkerError as error:
                 away.append(error)
                 return False
+            if plan.option is Option.WAIT and waited_s >= STALE_S and len(self._turns) == len(self._queue):
+                plan = self._pool.place(request, waits=False)
             if plan.option is Option.WAIT:
                 return False
             self._pool.inflight.placed(entry.request_id, request, plan, now_s)

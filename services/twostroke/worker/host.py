@@ -191,7 +191,8 @@ class EngineHost:
         tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         needed = tokens // self.info.layout.block_size_tokens + 1
         promised = sum(blocks for blocks, _ in self._promised.values())
-        if needed <= total < self.load.used_blocks + promised + needed:
+        # An engine on which nothing runs may not have reported what it freed last.
+        if self._owners and needed <= total < self.load.used_blocks + promised + needed:
             raise OverloadedError(
                 f"worker {self.worker_id} has no room for {needed} KV blocks: of {total}, {self.load.used_blocks} are "
                 f"in use and {promised} promised"

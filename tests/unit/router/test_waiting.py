@@ -12,6 +12,7 @@ from twostroke.errors import NoWorkerError, OverloadedError
 from twostroke.policy.inflight import InFlight
 from twostroke.policy.plan import Option, Plan
 from twostroke.policy.snapshot import ClusterSnapshot, PlacementRequest, WorkerSnapshot
+from twostroke.router import waiting
 from twostroke.router.pool import WorkerPool
 from twostroke.router.waiting import WaitingRoom
 
@@ -32,9 +33,11 @@ class Pool:
     def snapshot(self) -> ClusterSnapshot:
         return ClusterSnapshot(self.inflight.snapshots(["p", "d"]))
 
-    def place(self, request: PlacementRequest) -> Plan:
+    def place(self, request: PlacementRequest, *, waits: bool = True) -> Plan:
         if self.away:
             raise NoWorkerError("no decode worker is ready")
+        if not waits:
+            return PLACED
         self.rooms -= 1
         return PLACED if self.rooms >= 0 else FULL
 
@@ -123,6 +126,22 @@ async def test_a_tenant_at_its_cap_waits_until_one_of_its_requests_is_over(pool:
     assert not second.done()
     rig.room.leave(first)
     assert await second is PLACED
+
+
+async def test_a_report_that_is_stale_does_not_keep_an_idle_router_waiting(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is at work, so nothing would bring another report."""
+    rig = Rig(pool)
+    _, first = rig.enter()
+    _, second = rig.enter()
+    pool.report()
+    await settled()
+    assert not first.done()
+    monkeypatch.setattr(waiting, "STALE_S", 0.0)
+    pool.report()
+    assert await first is PLACED
+    assert not second.done(), "one at a time"
 
 
 async def test_workers_that_are_away_are_waited_for_until_patience_ends(pool: Pool) -> None:
