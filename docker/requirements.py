@@ -11,4 +11,4 @@ else:
     wanted = project["project"]["dependencies"]
     for extra in sys.argv[2:]:
         wanted = wanted + project["project"]["optional-dependencies"][extra]
-print(*wanted, sep="\n")
+sys.stdout.write("".join(f"{each}\n" for each in wanted))

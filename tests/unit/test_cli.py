@@ -40,7 +40,20 @@ def run(*argv: str) -> int:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     text = capsys.readouterr().out
-    for command in ("up", "down", "status", "top", "certs", "logs", "model", "generate", "router", "worker", "prefill", "decode"):
+    for command in (
+        "up",
+        "down",
+        "status",
+        "top",
+        "drain",
+        "role",
+        "certs",
+        "logs",
+        "model",
+        "generate",
+        "router",
+        "worker",
+    ):
         assert f" {command} " in text
     assert run() == 0
     assert capsys.readouterr().out == text

@@ -85,9 +85,7 @@ def test_libraries_stay_in_their_place(path: Path) -> None:
 def test_policy_is_pure() -> None:
     for path in (ROOT / "policy").glob("*.py"):
         for imported in imports(path):
-            assert imported.split(".")[0] not in {"grpc", "asyncio", "time", "vllm", "threading"}, (
-                f"{path}: {imported}"
-            )
+            assert imported.split(".")[0] not in {"grpc", "asyncio", "time", "vllm", "threading"}, f"{path}: {imported}"
 
 
 def test_only_config_reads_the_environment() -> None:
