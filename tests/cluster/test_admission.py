@@ -112,8 +112,8 @@ async def test_a_deadline_that_nobody_can_meet_is_refused_before_anything_is_com
     await slow.ask(request(prompt(400, 30), 3))
     before = await slow.empty()
     began_s = time.monotonic()
-    error = await refusal(slow, request(prompt(1000, 31), 3), timeout_s=0.25)
-    assert time.monotonic() - began_s < 0.2, "half a second of prompt"
+    error = await refusal(slow, request(prompt(1000, 31), 3), timeout_s=0.4)
+    assert time.monotonic() - began_s < 0.4, "half a second of prompt"
     assert type(error) is DeadlineError
     assert "predicted" in error.message
     after = await slow.empty()

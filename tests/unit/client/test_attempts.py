@@ -4,7 +4,14 @@ import grpc
 import grpc.aio
 import pytest
 
-from twostroke.client import DeadlineError, OverloadedError, RetryPolicy, UnavailableError, WorkerLostError
+from twostroke.client import (
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    RetryPolicy,
+    UnavailableError,
+    WorkerLostError,
+)
 from twostroke.client._attempts import Attempt, Attempts, Routers
 from twostroke.errors import TwostrokeError
 from twostroke.rpc.status import to_status
@@ -102,7 +109,16 @@ def test_only_retry_info_that_came_over_the_wire_counts():
     attempts.begin()
     assert attempts.failed(wire(OverloadedError("full", retry_after_s=2.0))) == 2.5
     attempts.begin()
-    # What gRPC itself says of a message that is too large carries no RetryInfo.
+    # What gRPC itself says carries no RetryInfo.
+    bare = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, details="bandwidth exhausted")
+    with pytest.raises(OverloadedError, match="bandwidth exhausted"):
+        attempts.failed(bare)
+
+
+def test_a_message_that_is_too_large_is_the_senders_mistake():
+    """O-72."""
+    attempts = make()
+    attempts.begin()
     too_large = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, details="message larger than max")
-    with pytest.raises(OverloadedError, match="message larger than max"):
+    with pytest.raises(InvalidRequestError, match="raise --rpc-max-message-bytes on both sides"):
         attempts.failed(too_large)
