@@ -34,7 +34,8 @@ class Fitted:
 
     def scaled(self, setting: Setting) -> Floats:
         """The setting's efficiencies on the fit's scale. Groups that were not fitted add nothing."""
-        return PRIOR + sum((self.added[key] for key in groups(setting) if key in self.added), np.zeros(_SIZE))
+        total: Floats = PRIOR + sum((self.added[key] for key in groups(setting) if key in self.added), np.zeros(_SIZE))
+        return total
 
     def errors(self, runs: Sequence[Fittable]) -> Floats:
         """Logarithms of predicted over measured: a row per run, TTFT and TPOT."""
