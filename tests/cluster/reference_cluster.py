@@ -24,10 +24,10 @@ from twostroke.v1.inference_pb2 import GenerateRequest, GenerateResponse
 WAIT_S = 20.0
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     ports: list[int] = []
     while len(ports) < count:
-        ports.append(free_port("127.0.0.1", ports))
+        ports.append(free_port(host, ports))
     return ports
 
 
@@ -181,7 +181,7 @@ async def running(
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(Path(folder))
         names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
-        cluster.ports = dict(zip(["router", *names], free_ports(1 + len(names)), strict=True))
+        cluster.ports = dict(zip(["router", *names], free_ports(1 + len(names), worker_host), strict=True))
         bracketed = f"[{worker_host}]" if ":" in worker_host else worker_host
         addresses = ",".join(f"{bracketed}:{cluster.ports[name]}" for name in names)
         try:
