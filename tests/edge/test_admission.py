@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(200), pytest.mark.asyncio(lo
 
 # A decode worker has room for one answer to a prompt of 40 tokens that may get long; another waits.
 SMALL = {"decode-0": ("--reference-blocks", "16", "--reference-step-ms", "20")}
-ROUTER = ("--queue-requests", "1", "--patience-s", "1")
+ROUTER = ("--queue-requests", "1", "--patience-s", "1", "--max-model-len-tokens", "256")
 
 
 def long_body(**more: Any) -> dict[str, Any]:
