@@ -39,7 +39,7 @@ def both(**sampling: Any) -> list[Any]:
     found = []
     for stroke, chosen in ((Stroke.PREFILL, []), (Stroke.DECODE, [13])):
         request.output_token_ids.extend(chosen)
-        made = core_request(request, stroke, sampling["max_tokens"], continuation(request, None), None, None)
+        made = core_request(request, "r", stroke, sampling["max_tokens"], continuation(request, None), None, None)
         found.append(made.sampling_params)
     return found
 

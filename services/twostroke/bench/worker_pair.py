@@ -232,7 +232,9 @@ class WorkerPair:
         return (first["begin_s"] - last["end_s"]) * 1e3, (first["begin_s"] - last["forward_end_s"]) * 1e3
 
     def _steps(self, role: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.step_logs[role].read_text().splitlines()]
+        steps = [json.loads(line) for line in self.step_logs[role].read_text().splitlines()]
+        # Decode numbers its admissions.
+        return [{**step, "requests": [name.partition("~")[0] for name in step["requests"]]} for step in steps]
 
 
 @asynccontextmanager

@@ -29,6 +29,7 @@ __all__ = [
 
 def core_request(
     request: pb.EngineRequest,
+    vllm_id: str,
     stroke: Stroke,
     max_tokens: int,
     going_on: Continuation,
@@ -57,12 +58,12 @@ def core_request(
         if going_on.forced:
             extra[FORCED_TOKENS_ARG] = list(going_on.forced)
         if going_on.brought:
-            extra[BROUGHT_ARG] = request.request_id
+            extra[BROUGHT_ARG] = vllm_id
     if kv_transfer is not None:
         extra["kv_transfer_params"] = kv_transfer
     sampling.extra_args = extra or None
     return EngineCoreRequest(
-        request_id=request.request_id,
+        request_id=vllm_id,
         prompt_token_ids=[*request.prompt_token_ids, *going_on.appended],
         mm_features=None,
         sampling_params=sampling,

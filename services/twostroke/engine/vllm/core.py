@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -39,6 +40,10 @@ class VllmEngine:
         self._worker_id = worker_id
         self._epoch = epoch
         self._requests: dict[str, outputs.Request] = {}
+        """By vLLM's ids."""
+        self._vllm_ids: dict[str, str] = {}
+        """Of requests whose id in vLLM is another one."""
+        self._numbers = itertools.count(1)
         self._early: list[EngineOutput] = []
         """Outputs that vLLM did not bring."""
         self._load = EngineLoad()
@@ -104,7 +109,9 @@ class VllmEngine:
             kv_transfer = self._handoffs.offer()
         elif handoff is not None:
             kv_transfer = self._handoffs.fetch(handoff, token_known=not going_on.brought)
-        self._requests[request.request_id] = self._outputs.Request(
+        vllm_id = self._vllm_id(request.request_id, stroke)
+        self._requests[vllm_id] = self._outputs.Request(
+            request.request_id,
             stroke,
             len(request.prompt_token_ids),
             time.monotonic(),
@@ -112,16 +119,30 @@ class VllmEngine:
             going_on=going_on,
         )
         try:
-            core_request = self._codec.core_request(request, stroke, limit, going_on, lora, kv_transfer)
+            core_request = self._codec.core_request(request, vllm_id, stroke, limit, going_on, lora, kv_transfer)
             await self._client.add_request_async(core_request)
         except ValueError as error:
-            del self._requests[request.request_id]
+            self._forget(vllm_id)
             raise InvalidRequestError(str(error)) from error
         except BaseException as error:
-            del self._requests[request.request_id]
+            self._forget(vllm_id)
             if self._client.resources.engine_dead:
                 raise EngineError("vLLM's engine is dead") from error
             raise
+
+    def _vllm_id(self, request_id: str, stroke: Stroke) -> str:
+        """The id under which vLLM gets a request. One that fetches KV gets a new one each time: vLLM may still have an
+        earlier admission of it that was cancelled and waits for its last read."""
+        if stroke is not Stroke.DECODE:
+            return request_id
+        self._vllm_ids[request_id] = vllm_id = f"{request_id}~{next(self._numbers)}"
+        return vllm_id
+
+    def _forget(self, vllm_id: str) -> bool:
+        state = self._requests.pop(vllm_id, None)
+        if state is not None and self._vllm_ids.get(state.request_id) == vllm_id:
+            del self._vllm_ids[state.request_id]
+        return state is not None
 
     def _validate(self, request: pb.EngineRequest, stroke: Stroke, handoff: Handoff | None) -> None:
         config = self._config.model_config
@@ -143,7 +164,8 @@ class VllmEngine:
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
         """Aborts requests, and releases held ones."""
-        known = [request_id for request_id in request_ids if self._requests.pop(request_id, None)]
+        vllm_ids = [self._vllm_ids.get(request_id, request_id) for request_id in request_ids]
+        known = [vllm_id for vllm_id in vllm_ids if self._forget(vllm_id)]
         if known:
             await self._client.abort_requests_async(known)
         await self.release(request_ids)
@@ -180,10 +202,10 @@ class VllmEngine:
             state.started = True
             handoff = self._handoffs.describe(self._source, news.request_id, state.prompt_tokens, news.params)
             handoff.in_progress = True
-            self._early.append(EngineOutput(news.request_id, started=True, handoff=handoff))
+            self._early.append(EngineOutput(state.request_id, started=True, handoff=handoff))
         elif isinstance(news, Failed):
-            del self._requests[news.request_id]
-            self._early.append(EngineOutput(news.request_id, failure=news.error, done=True))
+            self._forget(news.request_id)
+            self._early.append(EngineOutput(state.request_id, failure=news.error, done=True))
         else:
             state.recomputed += news.tokens
         self._wake()
@@ -209,8 +231,8 @@ class VllmEngine:
         return result
 
     def _end(self, state: outputs.Request, output: Any, result: EngineOutput) -> None:
-        request_id = output.request_id
-        del self._requests[request_id]
+        request_id = state.request_id
+        self._forget(output.request_id)
         reason = int(output.finish_reason)
         if reason == self._outputs.ERROR and not result.failure:
             where = "its KV could not be fetched" if state.stroke is Stroke.DECODE else "the engine reported an error"

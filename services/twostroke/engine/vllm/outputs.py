@@ -27,6 +27,7 @@ LENGTH, ERROR = 1, 3
 class Request:
     """What is remembered of a request while the engine has it."""
 
+    request_id: str
     stroke: Stroke
     prompt_tokens: int
     admitted_s: float
@@ -46,7 +47,7 @@ class Request:
 
 def convert(state: Request, output: Any) -> EngineOutput:
     """One output of vLLM's, without tokens that were forced. How the request ended is for the caller."""
-    result = EngineOutput(output.request_id, started=not state.started, done=output.finish_reason is not None)
+    result = EngineOutput(state.request_id, started=not state.started, done=output.finish_reason is not None)
     state.started = True
     if not state.reported:
         state.reported = True
