@@ -148,8 +148,8 @@ class Source:
             if (reader, message) not in self._early:
                 self._early.append((reader, message))
             return
-        if reader not in offer.tickets:
-            offer.tickets[reader] = _Ticket(cut, max(1, message.readers))
+        # Told anew each time: a reader that asks again has not got everything, and knows what it has.
+        offer.tickets[reader] = _Ticket(cut, max(1, message.readers))
         self._renewed(message.handoff_id)
         self._tell(message.handoff_id, offer)
 
