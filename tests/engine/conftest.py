@@ -88,7 +88,11 @@ def started(model: str, folder: Path, extras: Extras) -> Iterator[Engines]:
     finally:
         one.terminate()
         down = subprocess.run([*command, "down"], env=environment, capture_output=True, text=True, check=False)
-        one.wait(30)
+        try:
+            one.wait(30)
+        except subprocess.TimeoutExpired:  # it may hang where it was still starting
+            one.kill()
+            one.wait()
         assert down.returncode == 0, down.stdout + down.stderr
     for log in (folder / "run").glob("*.log"):
         assert "Traceback" not in log.read_text(), f"{log.name}:\n{log.read_text()[-5000:]}"

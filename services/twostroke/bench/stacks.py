@@ -173,13 +173,12 @@ class Builder:
 
     def _placed(self, index: int) -> dict[str, str]:
         cores = self._devices.cores
-        preload = " ".join([*self._devices.preload, *self._environment.get("LD_PRELOAD", "").split()])
         return {
             **self._environment,
             "VLLM_CPU_OMP_THREADS_BIND": str(cores[index % len(cores)]),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": _HOST,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._port()),
-            **({"LD_PRELOAD": preload} if preload else {}),
+            **self._devices.preloaded(self._environment),
         }
 
 

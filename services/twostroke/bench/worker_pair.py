@@ -242,10 +242,9 @@ async def worker_pair(
     connector: str, model: str, logs: Path, say: Say, arguments: Sequence[str] = ()
 ) -> AsyncIterator[WorkerPair]:
     """Starts prefill on the first core of this machine and decode on the second. Both are gone afterwards."""
-    found = devices.detect(child_environment())
-    environment = {"TORCHDYNAMO_DISABLE": "1"}
-    if found.preload:
-        environment["LD_PRELOAD"] = " ".join(found.preload)
+    inherited = child_environment()
+    found = devices.detect(inherited)
+    environment = {"TORCHDYNAMO_DISABLE": "1", **found.preloaded(inherited)}
     addresses: dict[str, str] = {}
     processes: dict[str, Watched] = {}
     began_s = time.monotonic()

@@ -21,6 +21,17 @@ class Devices:
     preload: tuple[str, ...] = ()
     """Libraries that make an engine on CPU faster when they are loaded first."""
 
+    def preloaded(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """LD_PRELOAD for an engine on CPU: ours before what the environment names, with one OpenMP among them.
+
+        A process that has configured vLLM once has libgomp in its LD_PRELOAD, and vLLM refuses to start with two.
+        """
+        named = environment.get("LD_PRELOAD", "").replace(":", " ").split()
+        if any(map(_is_openmp, self.preload)):
+            named = [path for path in named if not _is_openmp(path)]
+        libraries = dict.fromkeys([*self.preload, *named])
+        return {"LD_PRELOAD": " ".join(libraries)} if libraries else {}
+
 
 def detect(environment: Mapping[str, str]) -> Devices:
     """The devices that this process may use; CUDA_VISIBLE_DEVICES and the CPU affinity are respected."""
@@ -44,6 +55,10 @@ def _gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     if visible is not None:
         return tuple(part.strip() for part in visible.split(",") if part.strip() not in ("", "-1"))
     return tuple(str(index) for index in range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
+
+
+def _is_openmp(library: str) -> bool:
+    return Path(library).name.startswith(("libiomp", "libomp", "libgomp"))
 
 
 def _installed(distribution: str) -> bool:

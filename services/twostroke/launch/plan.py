@@ -121,10 +121,7 @@ def _worker(
 
 def _on_cpu(devices: Devices, environment: Mapping[str, str]) -> dict[str, str]:
     # TorchDynamo: the first use of logprobs would compile for minutes, in the middle of serving.
-    placed = {"TORCHDYNAMO_DISABLE": environment.get("TORCHDYNAMO_DISABLE", "1")}
-    if devices.preload:
-        placed["LD_PRELOAD"] = " ".join([*devices.preload, *environment.get("LD_PRELOAD", "").split()])
-    return placed
+    return {"TORCHDYNAMO_DISABLE": environment.get("TORCHDYNAMO_DISABLE", "1"), **devices.preloaded(environment)}
 
 
 def _on_gpu(options: UpOptions, devices: Devices, index: int) -> tuple[list[str], dict[str, str]]:

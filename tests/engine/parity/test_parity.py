@@ -1,5 +1,8 @@
 """The parity table: every row asked of one plain vLLM engine and of two pools, compared field by field."""
 
+import json
+from typing import Any
+
 import pytest
 
 from engine.parity.conftest import NAMES, Judged
@@ -29,9 +32,18 @@ def test_a_streamed_answer_says_what_the_whole_one_says(outcomes: dict[str, Outc
 def _essence(choice: dict[str, object]) -> object:
     message = choice.get("message")
     said = message if isinstance(message, dict) else choice
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in said.get("tool_calls") or () if call]
+    calls = [(call["function"]["name"], _value(call)) for call in said.get("tool_calls") or () if call]
     texts = [said.get(key) or "" for key in ("text", "content", "reasoning")]
     return choice.get("token_ids"), choice["finish_reason"], texts, calls
+
+
+def _value(call: dict[str, Any]) -> object:
+    # vLLM writes the arguments of a forced call anew when it answers whole, so that the white space differs there.
+    arguments = call["function"]["arguments"]
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
 
 
 def test_the_pools_really_shared_the_work(judged: Judged) -> None:

@@ -22,3 +22,16 @@ def test_named_gpus_count_unless_the_engine_is_for_cpus() -> None:
 def test_a_missing_distribution_is_not_installed() -> None:
     assert not devices._installed("no-such-distribution")
     assert devices._installed("pytest")
+
+
+def test_one_openmp_is_preloaded_whatever_the_environment_names() -> None:
+    """vLLM adds libgomp to the environment of every process that configured it, and refuses to start with two."""
+    ours = devices.Devices((), (0,), ("/env/lib/libiomp5.so", "/vllm/libs/libtcmalloc.so.4"))
+    both = " ".join(ours.preload)
+    assert ours.preloaded({}) == {"LD_PRELOAD": both}
+    polluted = "/vllm/libs/libtcmalloc.so.4:/torch.libs/libgomp-24e2ab19.so.1:/lib/mine.so"
+    assert ours.preloaded({"LD_PRELOAD": polluted}) == {"LD_PRELOAD": f"{both} /lib/mine.so"}
+    assert ours.preloaded({"LD_PRELOAD": both}) == {"LD_PRELOAD": both}
+    none = devices.Devices(("0",), (0,))
+    assert none.preloaded({"LD_PRELOAD": "/lib/libgomp.so.1"}) == {"LD_PRELOAD": "/lib/libgomp.so.1"}
+    assert none.preloaded({}) == {}

@@ -178,12 +178,14 @@ def _die_with_parent() -> None:
 
 
 def preload_libraries() -> None:
-    """Starts this process again with the libraries that vLLM on CPU wants preloaded, unless it has them."""
+    """Starts this process again with the OpenMP that vLLM on CPU wants preloaded, unless it has one."""
     environment = child_environment()
-    if "libiomp5" in environment.get("LD_PRELOAD", "") or not sys.platform.startswith("linux"):
+    loaded = environment.get("LD_PRELOAD", "")
+    # vLLM refuses two of them, and puts libgomp there itself in every process that has configured it.
+    if any(name in loaded for name in ("libiomp", "libomp", "libgomp")) or not sys.platform.startswith("linux"):
         return
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if Path("/dev/nvidia0").exists() or not openmp.exists():
         return
-    set_environment(LD_PRELOAD=":".join(filter(None, [environment.get("LD_PRELOAD"), str(openmp)])))
+    set_environment(LD_PRELOAD=":".join(filter(None, [loaded, str(openmp)])))
     os.execv(sys.executable, sys.orig_argv)  # noqa: S606 the same program again
