@@ -47,7 +47,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 async def test_a_refusal_keeps_status_body_and_content_type(edge: Edge, case: str, streams: bool) -> None:
-    """O-57: in stream mode as without it."""
+    """O-57: in stream mode as without it. O-14: a text model is given no images."""
     path, asked, status, message = REFUSED[case]
     answer = await edge.ask(path, **asked, **({"stream": True} if streams else {}))
     assert answer.status_code == status, answer.text
@@ -55,6 +55,17 @@ async def test_a_refusal_keeps_status_body_and_content_type(edge: Edge, case: st
     found = answer.json()
     said = str(found["error"]["message"] if isinstance(found.get("error"), dict) else found)
     assert any(part in said for part in message.split("|")), said
+
+
+@pytest.mark.parametrize("prompt", ["", [""], [], [[]], None], ids=repr)
+async def test_an_empty_prompt_is_refused_or_answered_and_hurts_nobody(edge: Edge, prompt: object) -> None:
+    """O-44: it must not reach an engine as a prompt of no tokens."""
+    asked = body(max_tokens=2) | {"prompt": prompt} if prompt is not None else CHAT | {"messages": []}
+    path = "/v1/chat/completions" if prompt is None else "/v1/completions"
+    answer = await edge.ask(path, **asked)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+    assert (await edge.ask(**body(max_tokens=2))).json()["choices"][0]["token_ids"] == oracle(2)
 
 
 async def test_headers_come_at_once_and_comments_while_the_prompt_is_computed(edge: Edge) -> None:

@@ -116,6 +116,10 @@ class Family:
             )
         )
 
+    def hold(self, request_id: str) -> str:
+        """The name of the hold of a request."""
+        return str(self.scheduler.connector.core.held._holds[request_id].name)
+
     def rank_heard(self, kind: type) -> Any:
         """The next note of this kind that the rank got."""
         while True:
@@ -159,7 +163,7 @@ def test_blocks_are_announced_as_the_steps_complete_them_and_held_after_the_end(
     p = family()
     p.offer("a", prompt(100))
     planned = p.scheduler.schedule()
-    assert planned.kv_connector_metadata.announcements[0][:2] == ("a", 0)
+    assert planned.kv_connector_metadata.announcements[0][:2] == (p.hold("a"), 0)
     assert len(planned.kv_connector_metadata.announcements[0][2]) == 64 // BLOCK
     started = next(note for note in p.main_heard() if isinstance(note, notes.Started))
     assert p.scheduler.connector.core.held._table._table.word(started.slot) == started.generation
@@ -172,12 +176,12 @@ def test_blocks_are_announced_as_the_steps_complete_them_and_held_after_the_end(
     p.step()
     assert not p.scheduler.has_requests(), "a hold is no reason to step"
     assert p.in_use() == 7
-    p.tell(notes.Read(0, "a"))
+    p.tell(notes.Read(0, p.hold("a")))
     assert p.scheduler.has_requests(), "news is"
     p.step()
     assert p.in_use() == 0
     assert p.scheduler.connector.core.held._table._table.word(started.slot) == 0
-    assert p.rank_heard(notes.Withdraw).handoff_id == "a"
+    assert p.rank_heard(notes.Withdraw).hold.startswith("a#")
 
 
 def test_a_prompt_that_is_aborted_gives_its_blocks_back_at_once(family: Callable[..., Family]) -> None:
@@ -189,14 +193,40 @@ def test_a_prompt_that_is_aborted_gives_its_blocks_back_at_once(family: Callable
     p = family()
     p.offer("a", prompt(100))
     p.step()
+    hold = p.hold("a")
     p.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    assert p.rank_heard(notes.Withdraw).handoff_id == "a"
+    assert p.rank_heard(notes.Withdraw).hold == hold
     p.step()
     assert p.in_use() == 0
     p.tell(notes.Release(["a"]))
-    p.tell(notes.Read(0, "a"))
+    p.tell(notes.Read(0, hold))
     p.step()
     assert p.in_use() == 0, "O-31: the end comes once, whoever says it"
+
+
+def test_news_of_an_earlier_hold_does_not_end_the_one_of_the_same_request(family: Callable[..., Family]) -> None:
+    """O-84: a prompt that is computed again under its id is another hand-off."""
+    from vllm.v1.request import RequestStatus
+
+    from twostroke.engine.vllm.direct import notes
+
+    p = family()
+    p.offer("a", prompt(20))
+    p.step()
+    earlier = p.hold("a")
+    p.tell(notes.Release(["a"]))
+    p.step()
+    assert p.rank_heard(notes.Withdraw).hold == earlier
+    p.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    p.offer("a", prompt(20))
+    p.step()
+    assert p.hold("a") != earlier
+    p.tell(notes.Read(0, earlier))
+    p.step()
+    assert p.in_use() == 2
+    p.tell(notes.Read(0, p.hold("a")))
+    p.step()
+    assert p.in_use() == 0
 
 
 def test_an_answer_that_ends_with_its_first_token_offers_nothing(family: Callable[..., Family]) -> None:
@@ -212,7 +242,7 @@ def test_an_answer_that_ends_with_its_first_token_offers_nothing(family: Callabl
     )
     p.scheduler.add_request(Request("a", prompt(10), sampling, None))
     p.step()
-    assert p.rank_heard(notes.Withdraw).handoff_id == "a"
+    assert p.rank_heard(notes.Withdraw).hold.startswith("a#")
     assert p.in_use() == 0
 
 
@@ -227,7 +257,7 @@ def test_a_lease_ends_unless_it_is_renewed(family: Callable[..., Family], monkey
     p.offer("a", prompt(20))
     p.step()
     now[0] += 0.9
-    p.tell(notes.Renewed("a"))
+    p.tell(notes.Renewed(p.hold("a")))
     p.step()
     p.step()
     now[0] += 0.9

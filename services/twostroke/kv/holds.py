@@ -7,6 +7,7 @@ blocks are given away; what was read while the word stayed the same was held.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import secrets
@@ -20,6 +21,14 @@ from twostroke.errors import OverloadedError
 SLOTS = 8192
 WORD_BYTES = 8
 TABLE_BYTES = SLOTS * WORD_BYTES
+
+
+def hold_name(handoff_id: str, generation: int) -> str:
+    """What ranks call one hold of a hand-off: a prompt that is computed again under its id is another one.
+
+    It tells nobody the generation, which only those who may read the blocks know.
+    """
+    return f"{handoff_id}#{hashlib.blake2s(generation.to_bytes(8, 'little'), digest_size=4).hexdigest()}"
 
 
 class HoldTable:

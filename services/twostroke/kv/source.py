@@ -65,7 +65,7 @@ class _Offer:
 
 
 class Source:
-    """All offers of one rank.
+    """All offers of one rank. Their ids are names of holds (hold_name), which are never used again.
 
     renewed and done are told ids of hand-offs: a reader still wants it; all its readers have read it. verify: digests
     are sent of every so manieth piece of a chunk, from the first; 0 is of none. digest_of: for memory that this process
@@ -94,17 +94,23 @@ class Source:
         """Tickets of hand-offs that readers heard of sooner than this thread."""
 
     def offer(self, handoff_id: str) -> None:
-        """Begins a hand-off. Its blocks follow."""
-        self._offers.setdefault(handoff_id, _Offer())
+        """Begins a hand-off, unless it has begun or is over already. Its blocks follow."""
+        if handoff_id in self._offers or handoff_id in self._over:
+            return
+        self._offers[handoff_id] = _Offer()
         for reader, message in [early for early in self._early if early[1].handoff_id == handoff_id]:
             self._early.remove((reader, message))
             self.ticket(reader, message)
 
     def announce(self, handoff_id: str, blocks: Blocks, is_written: Callable[[], bool] | None = None) -> None:
-        """More blocks are ready, or will be when is_written says so. Blocks of unknown hand-offs are ignored."""
-        offer = self._offers.get(handoff_id)
-        if offer is None:
+        """More blocks are ready, or will be when is_written says so. What is said of hand-offs that are over is ignored.
+
+        The news that a hand-off begins takes another way than this and may be later.
+        """
+        if handoff_id in self._over:
             return
+        self.offer(handoff_id)
+        offer = self._offers[handoff_id]
         size = max(1, CHUNK_TOKENS // max(LEAST_PIECE_TOKENS, self._memory.block_tokens))
         for start in range(0, len(blocks.ids), size):
             part = Blocks(blocks.first + start, blocks.ids[start : start + size])

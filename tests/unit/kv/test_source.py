@@ -311,10 +311,9 @@ def test_a_cut_that_the_blocks_do_not_have_is_refused(cut: KvSlice) -> None:
     assert len(listening.digests()) == 1
 
 
-def test_blocks_of_unknown_handoffs_are_ignored(listening: Listening) -> None:
+def test_what_is_said_of_unknown_handoffs_is_ignored(listening: Listening) -> None:
     """O-31."""
     calls: tuple[Callable[[], None], ...] = (
-        lambda: listening.source.announce("h", Blocks(0, [1])),
         lambda: listening.source.finish("h", 1, 1),
         lambda: listening.source.withdraw("h", "why not"),
         lambda: listening.source.hello("d"),
@@ -323,3 +322,26 @@ def test_blocks_of_unknown_handoffs_are_ignored(listening: Listening) -> None:
         call()
     assert listening.sent == []
     assert listening.source.work() == math.inf
+
+
+def test_blocks_that_come_before_the_news_of_their_handoff_are_not_lost(listening: Listening) -> None:
+    """A step of a short prompt can be over before this thread has heard of the hand-off."""
+    source = listening.source
+    listening.ticket()
+    source.announce("h", Blocks(0, [7]))
+    source.offer("h")
+    source.finish("h", 1, 42)
+    assert listening.heard() == ["held", "held", "ready 0: 0 [7]", "final 1 42"]
+
+
+def test_blocks_that_come_after_the_end_of_their_handoff_are_not_offered(listening: Listening) -> None:
+    """An aborted prompt's last step may end after it was withdrawn."""
+    source = listening.source
+    source.offer("h")
+    listening.ticket()
+    source.withdraw("h", "aborted")
+    assert listening.heard() == ["held", "gone: aborted"]
+    source.announce("h", Blocks(0, [7]))
+    source.offer("h")
+    listening.ticket()
+    assert listening.heard() == ["gone: it is not held any more"]

@@ -161,6 +161,9 @@ def start_client(config: Any) -> Any:
     if is_cpu():
         for module in _PRELOAD:
             importlib.import_module(module)
+        from twostroke.engine.vllm.waiting import sleep_between_messages
+
+        sleep_between_messages()
         set_environment(VLLM_WORKER_MULTIPROC_METHOD="fork")
         os.register_at_fork(after_in_child=_die_with_parent)
     elif url := config.observability_config.otlp_traces_endpoint:

@@ -184,7 +184,7 @@ class DirectHandoffs:
                 self._hear(Recomputed(request_id, tokens))
             case notes.Received(request_id, chunks):
                 self._hear(Received(request_id, chunks))
-            case notes.Withdraw(handoff_id):
+            case notes.Withdrawn(handoff_id):
                 self._held.discard(handoff_id)
             case notes.Probed():
                 self._probed(note)

@@ -13,16 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from twostroke.engine.vllm.direct import notes
-from twostroke.kv.holds import Holds
+from twostroke.kv.holds import Holds, hold_name
 
 Announcement = tuple[str, int, list[int]]
-"""Hand-off, index of the first block, ids."""
+"""Name of the hold, index of the first block, ids."""
 
 
 @dataclass(slots=True)
 class _Hold:
     slot: int
     generation: int
+    name: str
+    """Among ranks and their peers."""
     blocks: list[Any] = field(default_factory=list)
     finished: bool = False
     expires_s: float = float("inf")
@@ -126,12 +128,13 @@ class HeldBlocks:
             if blocks:
                 self.manager.block_pool.touch(blocks)
                 hold.blocks.extend(blocks)
-                announcements.append((request_id, first, [block.block_id for block in blocks]))
+                announcements.append((hold.name, first, [block.block_id for block in blocks]))
         return announcements
 
     def _begin(self, request_id: str) -> _Hold:
-        hold = self._holds[request_id] = _Hold(*self._table.take())
-        self._tell(notes.Offer(request_id))
+        slot, generation = self._table.take()
+        hold = self._holds[request_id] = _Hold(slot, generation, hold_name(request_id, generation))
+        self._tell(notes.Offer(hold.name))
         self._tell_main(notes.Started(request_id, hold.slot, hold.generation))
         return hold
 
@@ -150,22 +153,24 @@ class HeldBlocks:
             return None
         hold.finished = True
         hold.expires_s = self._clock() + self._lease_s
-        self._tell(notes.Finish(request.request_id, len(hold.blocks), request.output_token_ids[-1]))
+        self._tell(notes.Finish(hold.name, len(hold.blocks), request.output_token_ids[-1]))
         return {"slot": hold.slot, "generation": hold.generation, "blocks": len(hold.blocks)}
 
-    def renewed(self, handoff_id: str) -> None:
+    def renewed(self, name: str) -> None:
         """A reader still wants it."""
-        hold = self._holds.get(handoff_id)
-        if hold is not None and hold.finished:
+        if (hold := self._named(name)) and hold.finished:
             hold.expires_s = self._clock() + self._lease_s
 
-    def read(self, rank: int, handoff_id: str) -> None:
+    def read(self, rank: int, name: str) -> None:
         """A rank's part was read; when all are, the blocks are given back."""
-        hold = self._holds.get(handoff_id)
-        if hold is not None:
+        if hold := self._named(name):
             hold.read_by.add(rank)
             if len(hold.read_by) == self._ranks:
-                self.release([handoff_id], "it was read")
+                self.release([_handoff_id(name)], "it was read")
+
+    def _named(self, name: str) -> _Hold | None:
+        hold = self._holds.get(_handoff_id(name))
+        return hold if hold is not None and hold.name == name else None
 
     def release(self, handoff_ids: Iterable[str], reason: str) -> None:
         """Gives blocks back; unknown ids are ignored."""
@@ -175,9 +180,8 @@ class HeldBlocks:
                 self._offers.pop(handoff_id, None)
                 self._table.give_back([hold.slot])
                 self.manager.block_pool.free_blocks(reversed(hold.blocks))
-                note = notes.Withdraw(handoff_id, reason)
-                self._tell(note)
-                self._tell_main(note)
+                self._tell(notes.Withdraw(hold.name, reason))
+                self._tell_main(notes.Withdrawn(handoff_id))
 
     def expire(self) -> None:
         """Gives back what nobody came for."""
@@ -209,3 +213,7 @@ class HeldBlocks:
     def pin(self, block_ids: Iterable[int]) -> None:
         """Keeps blocks out of use for ever: something may still write into them."""
         self.manager.block_pool.touch([self.manager.block_pool.blocks[block_id] for block_id in block_ids])
+
+
+def _handoff_id(name: str) -> str:
+    return name.rpartition("#")[0]

@@ -29,24 +29,30 @@ class Note(msgspec.Struct, tag=True):
 
 
 class Offer(Note):
-    """Core to ranks: a hand-off begins."""
+    """Core to ranks: a hand-off begins. hold: its name (hold_name), also in the notes that follow."""
 
-    handoff_id: str
+    hold: str
 
 
 class Finish(Note):
     """Core to ranks: its prompt is done."""
 
-    handoff_id: str
+    hold: str
     blocks: int
     first_token_id: int
 
 
 class Withdraw(Note):
-    """Core to ranks and main: it is not held any more."""
+    """Core to ranks: it is not held any more."""
+
+    hold: str
+    reason: str
+
+
+class Withdrawn(Note):
+    """Core to main: a hand-off is not held any more."""
 
     handoff_id: str
-    reason: str
 
 
 class Expect(Note):
@@ -79,14 +85,14 @@ class Cancel(Note):
 class Renewed(Note):
     """Rank to core: a reader still wants it."""
 
-    handoff_id: str
+    hold: str
 
 
 class Read(Note):
     """Rank to core: its readers have read this rank's part."""
 
     rank: int
-    handoff_id: str
+    hold: str
 
 
 class Ended(Note):
@@ -175,7 +181,7 @@ class DropPeer(Note):
 
 
 _NOTES = (
-    Offer | Finish | Withdraw | Expect | Begin | Skip | Cancel | Renewed | Read | Ended | Broken
+    Offer | Finish | Withdraw | Withdrawn | Expect | Begin | Skip | Cancel | Renewed | Read | Ended | Broken
     | Started | Failed | Recomputed | Received | Release | Probe | Probed | DropPeer
 )  # fmt: skip
 

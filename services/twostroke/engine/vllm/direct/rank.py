@@ -22,7 +22,7 @@ from twostroke.errors import ConfigError, LayoutMismatchError, TwostrokeError
 from twostroke.kv.backends import open_transport
 from twostroke.kv.checks import Action, check_host, read_host, transport_options
 from twostroke.kv.digest import Ranges, digest
-from twostroke.kv.holds import HoldTable
+from twostroke.kv.holds import HoldTable, hold_name
 from twostroke.kv.link import LinkReport
 from twostroke.kv.memory import Blocks, slice_between
 from twostroke.kv.mover import Callbacks, Mover
@@ -62,8 +62,8 @@ class Rank:
             transport = open_transport(extra["transport"], name, library=extra["library"], options=options)
             transport.register(*storage)
             callbacks = Callbacks(
-                lambda handoff_id: self._tell_core(notes.Renewed(handoff_id)),
-                lambda handoff_id: self._tell_core(notes.Read(self._number, handoff_id)),
+                lambda hold: self._tell_core(notes.Renewed(hold)),
+                lambda hold: self._tell_core(notes.Read(self._number, hold)),
                 self._receive_ended,
                 self._fail,
             )
@@ -128,9 +128,9 @@ class Rank:
             raise RuntimeError(f"the KV transfer thread has ended: {self._fatal}")
         mover = self._running()
         is_written = None
-        for handoff_id, first, block_ids in announcements:
+        for hold, first, block_ids in announcements:
             is_written = is_written or _event()
-            mover.call(partial(mover.source.announce, handoff_id, Blocks(first, block_ids), is_written))
+            mover.call(partial(mover.source.announce, hold, Blocks(first, block_ids), is_written))
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """These requests are over."""
@@ -160,12 +160,12 @@ class Rank:
 
     def _obey(self, mover: Mover, note: Any) -> None:
         match note:
-            case notes.Offer(handoff_id):
-                mover.source.offer(handoff_id)
-            case notes.Finish(handoff_id, blocks, first_token_id):
-                mover.source.finish(handoff_id, blocks, first_token_id)
-            case notes.Withdraw(handoff_id, reason):
-                mover.source.withdraw(handoff_id, reason)
+            case notes.Offer(hold):
+                mover.source.offer(hold)
+            case notes.Finish(hold, blocks, first_token_id):
+                mover.source.finish(hold, blocks, first_token_id)
+            case notes.Withdraw(hold, reason):
+                mover.source.withdraw(hold, reason)
             case notes.Expect(request_id, handoff):
                 self._expect(mover, request_id, Handoff.FromString(handoff))
             case notes.Begin(request_id, first, block_ids):
@@ -188,9 +188,8 @@ class Rank:
                 notes.Ended(self._number, request_id, None, 0, 0.0, error.message, False, [], unusable=False)
             )
             return
-        receive = Receive(
-            request_id, handoff.handoff_id, direct.hold_slot, direct.hold_generation, parts, time.monotonic()
-        )
+        name = hold_name(handoff.handoff_id, direct.hold_generation)
+        receive = Receive(request_id, name, direct.hold_slot, direct.hold_generation, parts, time.monotonic())
         mover.reader.expect(receive)
 
     def _parts(self, mover: Mover, endpoint: KvEndpoint) -> list[Part]:

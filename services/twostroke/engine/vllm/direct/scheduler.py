@@ -75,10 +75,10 @@ class _HandoffScheduling(Scheduler):
             match note:
                 case notes.Release(handoff_ids):
                     held.release(handoff_ids, "nobody will read it")
-                case notes.Renewed(handoff_id):
-                    held.renewed(handoff_id)
-                case notes.Read(rank, handoff_id):
-                    held.read(rank, handoff_id)
+                case notes.Renewed(hold):
+                    held.renewed(hold)
+                case notes.Read(rank, hold):
+                    held.read(rank, hold)
                 case notes.Broken(reason):
                     raise RuntimeError(f"the KV transfer thread has ended: {reason}")
                 case notes.Ended():
