@@ -103,7 +103,7 @@ class Source:
             self.ticket(reader, message)
 
     def announce(self, handoff_id: str, blocks: Blocks, is_written: Callable[[], bool] | None = None) -> None:
-        """More blocks are ready, or will be when is_written says so. What is said of hand-offs that are over is ignored.
+        """More blocks are ready, or will be when is_written says so; ignored for hand-offs that are over.
 
         The news that a hand-off begins takes another way than this and may be later.
         """
