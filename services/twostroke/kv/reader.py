@@ -290,8 +290,9 @@ class Reader:
             if receive.is_short(self._memory):
                 self._fail(receive, "the source left blocks out")
                 return
-            self._say_done(receive)
+            # The engine first: it can compute now, while the source only has memory to give back.
             self._end(receive)
+            self._say_done(receive)
         else:
             self._advance(receive)
 
