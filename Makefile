@@ -22,7 +22,7 @@ BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install up down status test test-fast lint proto parity fuzz bench-router bench-start bench-sim bench-policy bench-pull bench-handoff bench-faults bench-limits soak-fence clean docs test-compose
+.PHONY: help install up down status test test-fast lint proto parity fuzz bench-router bench-serve bench-start bench-sim bench-policy bench-pull bench-handoff bench-faults bench-limits soak-fence clean docs test-compose
 
 help: ## Lists these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ fuzz: ## Sends a running server (URL=...) whatever its schema allows; fails on a
 	@URL=$(URL) SCHEMATHESIS_HOOKS=tests/edge/fuzz_hooks.py build/fuzz/bin/schemathesis run $(URL)/openapi.json --url $(URL) \
 		--checks not_a_server_error --phases fuzzing --max-examples 20 --request-timeout 60 \
 		--exclude-path-regex '^/adapters/' --continue-on-failure $(ARGS)
+
+bench-serve: install ## Serves chats and documents by one pool and by two, beside others; writes build/bench/serve.json
+	@$(BIN)/python -m twostroke.bench.serve $(ARGS)
 
 bench-start: install ## Measures how fast clusters start; writes build/bench/start.json
 	@$(BIN)/python -m twostroke.bench.start $(ARGS)

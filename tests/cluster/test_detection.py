@@ -7,8 +7,12 @@ import json
 import signal
 import time
 
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from cluster.reference_cluster import Cluster, request, running
+from twostroke.config import RpcSettings
 from twostroke.engine.reference_model import expected_tokens
+from twostroke.rpc.channel import connect
 from twostroke.v1.cluster_pb2 import WORKER_STATE_QUIET, WORKER_STATE_READY, WORKER_STATE_UNREACHABLE, WatchResponse
 from twostroke.v1.engine_pb2 import SamplingParams
 
@@ -33,6 +37,18 @@ async def busy(cluster: Cluster) -> str:
         lambda view: any(w.router_requests and w.load.generated_tokens > 3 for w in view.workers)
     )
     return next(w.info.worker_id for w in view.workers if w.router_requests and w.load.generated_tokens > 3)
+
+
+async def health_of(cluster: Cluster, name: str, changes: int) -> list[str]:
+    """What a worker says to those that watch its health, up to so many changes."""
+    async with connect(f"127.0.0.1:{cluster.ports[name]}", RpcSettings()) as channel:
+        asked = health_pb2.HealthCheckRequest(service="twostroke.v1.DecodeService")
+        said: list[str] = []
+        async for response in health_pb2_grpc.HealthStub(channel).Watch(asked, timeout=30):
+            said.append(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+            if len(said) == changes:
+                break
+        return said
 
 
 async def test_a_stopped_decode_worker_is_quiet_then_lost_and_its_stream_goes_on() -> None:
@@ -75,6 +91,7 @@ async def test_an_engine_that_stalls_is_left_and_taken_back_when_it_steps_again(
     faults = json.dumps([{"fault": "stall", "at_step": 30, "duration_s": 4.0}])
     own = {"decode-0": ("--reference-faults", faults)}
     async with running(decode=2, worker_flags=(*STEP, "--stall-s", "0.6"), own_flags=own) as cluster:
+        heard = asyncio.create_task(health_of(cluster, "decode-0", 3))
         answers = await asyncio.gather(*(cluster.ask(request(prompt(salt), 120)) for salt in range(4)))
         for salt, answer in enumerate(answers):
             assert answer.token_ids == oracle(prompt(salt), 120)
@@ -82,4 +99,5 @@ async def test_an_engine_that_stalls_is_left_and_taken_back_when_it_steps_again(
             raise AssertionError(f"decode-0 was not used: {cluster.log('decode-0')}")
         await cluster.until(lambda view: state_of(view, "decode-0") == WORKER_STATE_READY)
         assert "has made no step for" in cluster.log("decode-0")
+        assert await heard == ["SERVING", "NOT_SERVING", "SERVING"]
         await cluster.empty()

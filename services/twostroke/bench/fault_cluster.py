@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from twostroke.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from twostroke.v1.inference_pb2 import GenerateRequest
 
 READY_TIMEOUT_S = 60.0
+# A client whose router is stopped, but not dead, has nothing else to find that out by.
+CLIENT = RpcSettings(keepalive_s=0.5, keepalive_timeout_s=0.5, ping_timeout_s=0.5, connect_timeout_s=0.5)
 OVER = (cluster_pb2.REQUEST_STATE_FINISHED, cluster_pb2.REQUEST_STATE_FAILED)
 _HOST = "127.0.0.1"
 _GRACE_S = 10.0
@@ -37,6 +40,7 @@ class FaultCluster:
     running: dict[str, Watched] = field(default_factory=dict)
     proxies: dict[str, FaultProxy] = field(default_factory=dict)
     channels: dict[str, grpc.aio.Channel] = field(default_factory=dict)
+    starts: Counter[str] = field(default_factory=Counter)
 
     @property
     def routers(self) -> list[str]:
@@ -50,7 +54,8 @@ class FaultCluster:
 
     def start(self, name: str) -> None:
         """Starts a process, or the same one again."""
-        self.running[name] = start(self.specs[name], self.logs / f"{name}.log")
+        self.starts[name] += 1
+        self.running[name] = start(self.specs[name], self.logs / f"{name}.{self.starts[name]}.log")
 
     async def kill(self, name: str) -> None:
         """Kills a process; it is gone on return."""
@@ -134,7 +139,7 @@ async def fault_cluster(
                 command = (sys.executable, "-m", "twostroke.router", "--front-end=plain", f"--grpc-port={ports[-1]}")
                 command += (f"--workers={behind}", f"--router-id={name}", "--drain-s=1", *router_flags)
                 cluster.specs[name] = ProcessSpec(name, command, address, child_environment())
-                cluster.channels[name] = await stack.enter_async_context(connect(address, RpcSettings()))
+                cluster.channels[name] = await stack.enter_async_context(connect(address, CLIENT))
                 cluster.start(name)
             await cluster.ready()
             yield cluster

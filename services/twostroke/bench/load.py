@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from twostroke.errors import UnavailableError
@@ -19,6 +22,7 @@ _TIMEOUT_S = 300.0
 _FIRST_ID, _LAST_ID = 1000, 40000
 _END = b"0\r\n\r\n"
 _DATA = b"data: "
+_EVENT = re.compile(rb"\ndata: ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class Answer:
     first_s: float
     done_s: float
     body: bytes
+    pieces: tuple[tuple[float, bytes], ...] = ()
+    """The same with its head, as the network delivered it, each piece with its time."""
 
     @property
     def ttft_s(self) -> float:
@@ -49,6 +55,15 @@ class Answer:
     def tokens(self) -> int:
         """How many tokens the server says that it sent."""
         return int(self.events()[-1]["usage"]["completion_tokens"])
+
+    def token_times_s(self) -> list[float]:
+        """When each token came; tokens that came joined in one event count at the last event. Raises as `events`."""
+        ends = list(accumulate(len(data) for _, data in self.pieces))
+        marks = [match.start() for match in _EVENT.finditer(b"".join(data for _, data in self.pieces))]
+        came_s = [self.pieces[bisect_right(ends, mark)][0] for mark in marks]
+        # The last mark is that of [DONE].
+        found = [at_s for event, at_s in zip(self.events(), came_s[:-1], strict=True) if event["choices"]]
+        return found + found[-1:] * (self.tokens() - len(found))
 
     def text(self) -> str:
         """All of its text."""
@@ -86,6 +101,7 @@ class Connection(asyncio.Protocol):
         self._answer: asyncio.Future[Answer] | None = None
         self._head = b""
         self._parts: list[bytes] = []
+        self._times_s: list[float] = []
         self._sent_s = self._first_s = 0.0
 
     @classmethod
@@ -110,7 +126,7 @@ class Connection(asyncio.Protocol):
         """
         assert self._transport is not None
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
-        self._head, self._parts, self._first_s = b"", [], 0.0
+        self._head, self._parts, self._times_s, self._first_s = b"", [], [], 0.0
         self._answer = asyncio.get_running_loop().create_future()
         self._sent_s = time.monotonic()
         self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -133,6 +149,7 @@ class Connection(asyncio.Protocol):
                 return
             self._first_s = now_s
         self._parts.append(data)
+        self._times_s.append(now_s)
         # Of an answer that is under way only the end is looked for; a short piece may hold a part of it.
         tail = data if len(data) >= len(_END) or len(self._parts) == 1 else b"".join(self._parts[-len(_END) :])
         if tail.endswith(_END):
@@ -150,7 +167,8 @@ class Connection(asyncio.Protocol):
         assert self._answer is not None
         _, _, body = b"".join(self._parts).partition(b"\r\n\r\n")
         if not self._answer.done():
-            self._answer.set_result(Answer(self._sent_s, self._first_s, done_s, dechunk(body)))
+            pieces = tuple(zip(self._times_s, self._parts, strict=True))
+            self._answer.set_result(Answer(self._sent_s, self._first_s, done_s, dechunk(body), pieces))
 
     def _fail(self, message: str) -> None:
         if self._answer is not None and not self._answer.done():

@@ -15,11 +15,11 @@ from twostroke.launch.devices import Devices
 from twostroke.launch.processes import ProcessSpec
 
 DIRECT, VLLM_ROUTER, TWOSTROKE = "direct", "vllm-router", "twostroke"
+ONE, ROUND_ROBIN = "one", "round-robin"
 
 VLLM_ROUTER_INSTALL = f"{sys.executable} -m pip install vllm-router==0.1.17"
 
 _HOST = "127.0.0.1"
-_STEP_BUDGET_TOKENS = 512
 _MAX_SEQUENCES = 64
 
 
@@ -32,6 +32,7 @@ class Served:
     kv_bytes: int
     """Of each engine."""
     max_model_len_tokens: int
+    step_budget_tokens: int = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,27 +87,38 @@ class Builder:
 
     def direct(self, *extra: str) -> Stack:
         """One vLLM API server, its engine on the core on which the others decode. extra: further arguments of it."""
-        server = self._api_server("direct", index=1, role="", extra=extra)
+        server = self._api_server("direct", self._core(1), extra=extra)
         return Stack(DIRECT, ((server,),), _split(server.address), (), ("direct",))
+
+    def one(self) -> Stack:
+        """One vLLM API server with an engine on all cores."""
+        server = self._api_server(ONE, self._devices.cores)
+        return Stack(ONE, ((server,),), _split(server.address), (), (ONE,))
+
+    def round_robin(self) -> Stack:
+        """vllm-router, round robin, over two vLLM API servers that know nothing of each other."""
+        servers = tuple(self._api_server(f"vllm-{index}", self._core(index)) for index in range(2))
+        router = self._vllm_router("--worker-urls", *(f"http://{server.address}" for server in servers))
+        return Stack(
+            ROUND_ROBIN,
+            (servers, (router,)),
+            _split(router.address),
+            (router.name,),
+            tuple(server.name for server in servers),
+        )
 
     def vllm_router(self) -> Stack:
         """vllm-router in its P/D mode over two vLLM API servers."""
-        prefill = self._api_server("vllm-prefill", index=0, role="kv_producer")
-        decode = self._api_server("vllm-decode", index=1, role="kv_consumer")
-        port = self._port()
-        command = (
-            *(sys.executable, "-m", "vllm_router.launch_router", "--host", _HOST, "--port", str(port)),
-            *("--vllm-pd-disaggregation", "--prefill", f"http://{prefill.address}"),
-            *("--decode", f"http://{decode.address}", "--policy", "round_robin", "--log-level", "error"),
-            *("--prometheus-port", str(self._port()), "--worker-startup-check-interval", "1"),
-        )
-        router = ProcessSpec("vllm-router", command, f"{_HOST}:{port}", self._environment)
+        prefill = self._api_server("vllm-prefill", self._core(0), role="kv_producer")
+        decode = self._api_server("vllm-decode", self._core(1), role="kv_consumer")
+        pools = ("--prefill", f"http://{prefill.address}", "--decode", f"http://{decode.address}")
+        router = self._vllm_router("--vllm-pd-disaggregation", *pools)
         return Stack(
             VLLM_ROUTER,
             ((prefill, decode), (router,)),
-            (_HOST, port),
-            ("vllm-router",),
-            ("vllm-prefill", "vllm-decode"),
+            _split(router.address),
+            (router.name,),
+            (prefill.name, decode.name),
         )
 
     def twostroke(self, worker_args: Sequence[str] = (), router_args: Sequence[str] = ()) -> Stack:
@@ -130,7 +142,7 @@ class Builder:
             worker_args=(
                 length,
                 f"--kv-bytes={self._served.kv_bytes}",
-                f"--step-budget-tokens={_STEP_BUDGET_TOKENS}",
+                f"--step-budget-tokens={self._served.step_budget_tokens}",
                 f"--max-sequences={_MAX_SEQUENCES}",
                 "--drain-s=1",
                 "--log-level=WARNING",
@@ -148,7 +160,16 @@ class Builder:
             tuple(worker.name for worker in made.workers),
         )
 
-    def _api_server(self, name: str, index: int, role: str, extra: Sequence[str] = ()) -> ProcessSpec:
+    def _vllm_router(self, *over: str) -> ProcessSpec:
+        port = self._port()
+        command = (
+            *(sys.executable, "-m", "vllm_router.launch_router", "--host", _HOST, "--port", str(port)),
+            *(*over, "--policy", "round_robin", "--log-level", "error"),
+            *("--prometheus-port", str(self._port()), "--worker-startup-check-interval", "1"),
+        )
+        return ProcessSpec("vllm-router", command, f"{_HOST}:{port}", self._environment)
+
+    def _api_server(self, name: str, cores: Sequence[int], role: str = "", extra: Sequence[str] = ()) -> ProcessSpec:
         port = self._port()
         served = self._served
         command = [
@@ -163,19 +184,22 @@ class Builder:
             ),
             *("--model", served.model, "--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager"),
             *("--max-model-len", str(served.max_model_len_tokens), "--kv-cache-memory-bytes", str(served.kv_bytes)),
-            *("--max-num-batched-tokens", str(_STEP_BUDGET_TOKENS), "--max-num-seqs", str(_MAX_SEQUENCES)),
+            *("--max-num-batched-tokens", str(served.step_budget_tokens), "--max-num-seqs", str(_MAX_SEQUENCES)),
             *("--generation-config", "vllm", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
         ]
         command += extra
         if role:
             command += ["--kv-transfer-config", json.dumps(_kv_transfer(role))]
-        return ProcessSpec(name, tuple(command), f"{_HOST}:{port}", self._placed(index))
+        return ProcessSpec(name, tuple(command), f"{_HOST}:{port}", self._placed(cores))
 
-    def _placed(self, index: int) -> dict[str, str]:
+    def _core(self, index: int) -> tuple[int]:
         cores = self._devices.cores
+        return (cores[index % len(cores)],)
+
+    def _placed(self, cores: Sequence[int]) -> dict[str, str]:
         return {
             **self._environment,
-            "VLLM_CPU_OMP_THREADS_BIND": str(cores[index % len(cores)]),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": _HOST,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._port()),
             **self._devices.preloaded(self._environment),

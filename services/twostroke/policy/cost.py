@@ -3,12 +3,12 @@ multiple of what its SLO class allows."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from twostroke.policy.plan import Estimate, Limits, Option, Options, Weights
 from twostroke.policy.snapshot import DEFAULT_LINK, LinkSnapshot, PlacementRequest, WorkerSnapshot
 from twostroke.policy.step_model import StepBatch, chunk_pairs
+from twostroke.policy.terms import Terms, terms_of
 
 
 @dataclass(slots=True)
@@ -19,17 +19,15 @@ class Reading:
     chunk_tokens: int
     cached_tokens: int
     queue_s: float
-    steps: int
-    step_s: float
-    """With a chunk of this prompt and the answers that run there."""
+    run_s: float
+    """From the first step to the first token."""
+    ttft_s: float
+    ttft_cost: float
     disturbed: float
     fits: bool
     avoided: bool
-
-    @property
-    def run_s(self) -> float:
-        """From the first step to the first token."""
-        return self.steps * self.step_s
+    least: float
+    """No way that reads here costs less, whoever writes."""
 
 
 @dataclass(slots=True)
@@ -37,28 +35,35 @@ class Writing:
     """Writing the answer on one worker."""
 
     worker: WorkerSnapshot
+    terms: Terms
     step_s: float
     """With this answer in the batch and no prompt."""
-    backlog_s: float
-    """How long prompts that are pending there will go on to fill its steps."""
-    backlog_step_s: float
-    """A step while they do."""
-    prompt_step_s: float
-    """A step full of a prompt, where prompts come in the ordinary course; else 0."""
+    missing_tokens: int
+    """Of the prompt, those whose KV is not here."""
+    rest_s: float
+    """What the prompts that come in the ordinary course add to the answer's gaps after the first, all together."""
+    rest_slow: float
+    rest_quick: float
+    """Cost of the answer's gaps after the first: of those with prompts in their steps, and of the others."""
     disturbed: float
+    needed_blocks: int
     fits: bool
     avoided: bool
 
 
-@dataclass(slots=True)
 class Costing:
     """Costs ways to serve one request."""
 
-    request: PlacementRequest
-    weights: Weights
-    limits: Limits
-    options: Options
-    _writings: dict[str, Writing] = field(default_factory=dict)
+    __slots__ = ("_gaps", "_itl_s", "_writings", "limits", "options", "request", "weights")
+
+    def __init__(self, request: PlacementRequest, weights: Weights, limits: Limits, options: Options) -> None:
+        self.request = request
+        self.weights = weights
+        self.limits = limits
+        self.options = options
+        self._gaps = max(0, request.expected_output_tokens - 1)
+        self._itl_s = request.slo.itl_s
+        self._writings: dict[str, Writing] = {}
 
     def strain(self, ratio: float) -> float:
         """Cost of a time that is `ratio` times what its SLO allows: steeper beyond 1."""
@@ -67,24 +72,35 @@ class Costing:
     def gaps(self, ratio: float, share: float) -> float:
         """Cost of such a share of an answer's gaps, each `ratio` times what its SLO allows: their strain, and the loss
         of the answer's class once they are more than the tail that may exceed it."""
-        cost = share * self.strain(ratio)
-        tail = self.weights.tail
-        if ratio > 1 and share > tail:
-            cost += self.weights.lost * min(1.0, ratio - 1) * min(1.0, share / tail - 1)
+        if ratio <= 1:
+            return share * ratio
+        weights = self.weights
+        cost = share * (ratio + weights.breach * (ratio - 1))
+        tail = weights.tail
+        if share > tail:
+            cost += weights.lost * min(1.0, ratio - 1) * min(1.0, share / tail - 1)
         return cost
 
     def reading(self, worker: WorkerSnapshot, chunk_tokens: int = 0) -> Reading:
         """The prompt on a worker, in chunks of the worker's step budget unless said otherwise."""
-        request = self.request
-        chunk_tokens = chunk_tokens or max(1, worker.step_budget_tokens - worker.running_sequences)
-        cached = min(request.cached_tokens.get(worker.worker, 0), request.prompt_tokens - 1)
+        request, terms, name = self.request, worker.terms or terms_of(worker), worker.worker
+        chunk_tokens = chunk_tokens or terms.chunk_tokens
+        cached = min(request.cached_tokens.get(name, 0), request.prompt_tokens - 1)
         tokens = request.prompt_tokens - cached
         steps = -(-tokens // chunk_tokens)
-        sequences, context = worker.running_sequences, worker.context_tokens
         step_s = worker.step_model.step_s(
-            StepBatch(sequences, context, -(-tokens // steps), chunk_pairs(cached, tokens) / steps, 1)
+            StepBatch(
+                worker.running_sequences,
+                worker.context_tokens,
+                -(-tokens // steps),
+                chunk_pairs(cached, tokens) / steps,
+                1,
+            )
         )
-        queue_s = _backlog(worker)[0]
+        queue_s, run_s = terms.backlog_s, steps * step_s
+        ttft_s = queue_s + run_s
+        ttft_cost = self.strain(ttft_s / request.slo.ttft_s)
+        disturbed = self._stalled(worker, terms, steps, step_s) if terms.answers else 0.0
         pending = worker.pending_prompt_tokens
         window = self.limits.prefill_window_tokens if self.options.wait else 0
         return Reading(
@@ -92,64 +108,64 @@ class Costing:
             chunk_tokens,
             cached,
             queue_s,
-            steps,
-            step_s,
-            self._stalled(worker, steps, step_s),
-            worker.free_blocks * worker.block_size_tokens >= request.prompt_tokens
-            and not (window and pending and pending + tokens > window),
-            worker.worker in request.avoid,
+            run_s,
+            ttft_s,
+            ttft_cost,
+            disturbed,
+            terms.room_tokens >= request.prompt_tokens and not (window and pending and pending + tokens > window),
+            name in request.avoid,
+            ttft_cost + disturbed,
         )
 
-    def _stalled(self, worker: WorkerSnapshot, steps: int, step_s: float) -> float:
-        """Cost to the answers on a worker of so many steps that also hold a prompt.
-
-        A worker that writes answers is counted with at least one: it may come while the prompt is computed.
-        """
-        answers = max(worker.running_sequences, int(worker.writes_answers))
-        if not answers:
-            return 0.0
-        base_s, slope_s = worker.step_model.decode_terms(answers)
-        alone_s = base_s + slope_s * worker.context_tokens
+    def _stalled(self, worker: WorkerSnapshot, terms: Terms, steps: int, step_s: float) -> float:
+        """Cost to the answers on a worker of so many steps that also hold a prompt."""
         share = steps / max(1, self.request.expected_output_tokens)
-        before, then = alone_s / worker.slo.itl_s, max(step_s, alone_s) / worker.slo.itl_s
-        return answers * max(0.0, self.gaps(then, share) - self.gaps(before, share))
+        alone_s, slo_s = terms.alone_s, worker.slo.itl_s
+        before, then = alone_s / slo_s, max(step_s, alone_s) / slo_s
+        return terms.answers * max(0.0, self.gaps(then, share) - self.gaps(before, share))
 
     def writing(self, worker: WorkerSnapshot) -> Writing:
         """The answer on a worker."""
-        if worker.worker not in self._writings:
-            self._writings[worker.worker] = self._write(worker)
-        return self._writings[worker.worker]
+        found = self._writings.get(worker.worker)
+        if found is None:
+            found = self._writings[worker.worker] = self._write(worker)
+        return found
 
     def _write(self, worker: WorkerSnapshot) -> Writing:
-        request = self.request
-        answers, context = worker.running_sequences, worker.context_tokens
-        model, slo = worker.step_model, worker.slo
-        base_s, slope_s = model.decode_terms(answers + 1)
-        step_s = base_s + slope_s * (context + request.prompt_tokens + request.expected_output_tokens / 2)
-        backlog_s, backlog_step_s = _backlog(worker)
-        prompt_step_s = disturbed = 0.0
-        if worker.reads_prompts:
-            chunk = max(1, worker.step_budget_tokens - answers)
-            prompt_step_s = model.step_s(StepBatch(answers + 1, context, chunk, chunk_pairs(chunk, chunk), 1))
-        if answers:
-            base_s, slope_s = model.decode_terms(answers)
-            before_s = base_s + slope_s * context
-            disturbed = answers * (self.strain(step_s / slo.itl_s) - self.strain(before_s / slo.itl_s))
-            if backlog_s:
-                slower_s = backlog_s * (1 + (step_s - before_s) / backlog_step_s)
-                more = self.strain(slower_s / slo.ttft_s) - self.strain(backlog_s / slo.ttft_s)
-                disturbed += max(1, worker.pending_prompts) * more
+        request, terms, name = self.request, worker.terms or terms_of(worker), worker.worker
+        answers, prompt_tokens = worker.running_sequences, request.prompt_tokens
+        step_s = terms.base_s + terms.slope_s * (
+            worker.context_tokens + prompt_tokens + request.expected_output_tokens / 2
+        )
+        cached = request.cached_tokens.get(name, 0)
+        needed = needed_blocks(request, worker)
+        rest_s = slow_cost = quick_cost = 0.0
+        if self._gaps:
+            slow, slow_s = self._slow_steps(worker, terms, step_s, 0.0)
+            rest_s, slow_cost, quick_cost = self._rest(step_s, slow, slow_s)
         return Writing(
             worker,
+            terms,
             step_s,
-            backlog_s,
-            backlog_step_s,
-            prompt_step_s,
-            disturbed,
-            needed_blocks(request, worker) <= worker.free_blocks
-            and (not worker.max_sequences or answers < worker.max_sequences),
-            worker.worker in request.avoid,
+            prompt_tokens - min(cached, prompt_tokens) if cached else prompt_tokens,
+            rest_s,
+            slow_cost,
+            quick_cost,
+            self._crowded(worker, terms, step_s) if answers else 0.0,
+            needed,
+            needed <= worker.free_blocks and (not worker.max_sequences or answers < worker.max_sequences),
+            name in request.avoid,
         )
+
+    def _crowded(self, worker: WorkerSnapshot, terms: Terms, step_s: float) -> float:
+        """Cost to the answers on a worker, and to the prompts that wait there, of one more answer."""
+        slo, before_s = worker.slo, terms.alone_s
+        more = worker.running_sequences * (self.strain(step_s / slo.itl_s) - self.strain(before_s / slo.itl_s))
+        if backlog_s := terms.backlog_s:
+            slower_s = backlog_s * (1 + (step_s - before_s) / terms.backlog_step_s)
+            waits = self.strain(slower_s / slo.ttft_s) - self.strain(backlog_s / slo.ttft_s)
+            more += max(1, worker.pending_prompts) * waits
+        return more
 
     def lent_chunk_tokens(self, worker: WorkerSnapshot) -> int:
         """The largest chunk that leaves the answers on a worker their time between tokens to the prompt's end; 0 when
@@ -173,31 +189,27 @@ class Costing:
 
     def estimate(self, option: Option, reading: Reading, writing: Writing, link: LinkSnapshot, kv: Kv) -> Estimate:
         """Both strokes together. link: between the two workers; not looked at where they are one."""
-        request, slo = self.request, self.request.slo
-        ttft_s = reading.queue_s + reading.run_s
-        gaps = max(0, request.expected_output_tokens - 1)
-        hop = reading.worker is not writing.worker
+        request, gaps, ttft_s = self.request, self._gaps, reading.ttft_s
         transferred = 0
-        handoff_s = 0.0
-        if hop and gaps:
-            transferred = request.prompt_tokens - min(
-                request.cached_tokens.get(writing.worker.worker, 0), request.prompt_tokens
-            )
-            handoff_s = link.latency_s + kv.exposed_s(transferred, reading, link)
-        slow, slow_s = self._slow_steps(writing, ttft_s if hop else math.inf, max(0, gaps - 1))
-        itl_s = finish_s = itl_cost = 0.0
+        handoff_s = itl_s = itl_cost = disturbed = 0.0
         if gaps:
-            step_s = writing.step_s
-            itl_s = step_s + (handoff_s + slow * (slow_s - step_s)) / gaps
-            itl_cost = (
-                self.gaps((handoff_s + step_s) / slo.itl_s, 1 / gaps)
-                + self.gaps(slow_s / slo.itl_s, slow / gaps)
-                + self.gaps(step_s / slo.itl_s, (gaps - 1 - slow) / gaps)
-            )
+            rest_s, slow_cost, quick_cost = writing.rest_s, writing.rest_slow, writing.rest_quick
+            if reading.worker is not writing.worker:
+                transferred = writing.missing_tokens
+                handoff_s = link.latency_s + kv.exposed_s(transferred, reading, link)
+                backlog_s = writing.terms.backlog_s
+                if backlog_s > ttft_s:
+                    after = (backlog_s - ttft_s) / writing.terms.backlog_step_s
+                    slow, slow_s = self._slow_steps(writing.worker, writing.terms, writing.step_s, after)
+                    rest_s, slow_cost, quick_cost = self._rest(writing.step_s, slow, slow_s)
+            itl_s = writing.step_s + (handoff_s + rest_s) / gaps
+            itl_cost = self.first_gap(writing, handoff_s) + slow_cost + quick_cost
+            disturbed = writing.disturbed
         finish_s = ttft_s + gaps * itl_s
-        own = self.strain(ttft_s / slo.ttft_s) + itl_cost
-        if request.deadline_s is not None and finish_s > request.deadline_s:
-            own += self.weights.late * (finish_s / max(request.deadline_s, 1e-3) - 1)
+        own = reading.ttft_cost + itl_cost
+        deadline_s = request.deadline_s
+        if deadline_s is not None and finish_s > deadline_s:
+            own += self.weights.late * (finish_s / max(deadline_s, 1e-3) - 1)
         return Estimate(
             option,
             reading.worker.worker,
@@ -212,8 +224,10 @@ class Costing:
             itl_s,
             finish_s,
             own,
-            reading.disturbed + (writing.disturbed if gaps else 0.0),
-            writing.fits and reading.fits and self._may_promise(reading, writing),
+            reading.disturbed + disturbed,
+            writing.fits
+            and reading.fits
+            and (ttft_s <= self.limits.long_prompt_s or self._may_promise(writing.worker, writing.needed_blocks)),
             reading.avoided or writing.avoided,
         )
 
@@ -221,26 +235,48 @@ class Costing:
         """Both strokes on one worker."""
         return self.estimate(option, reading, writing, DEFAULT_LINK, NO_KV)
 
-    def _slow_steps(self, writing: Writing, after_s: float, most: int) -> tuple[float, float]:
+    def least_of(self, writing: Writing, handoff_s: float) -> float:
+        """No way that writes there costs less than this and the reading's `least` together, if its hand-off takes at
+        least handoff_s. But for rounding: at most one part in 1e9."""
+        gaps = self._gaps
+        if not gaps:
+            return 0.0
+        rest = writing.rest_slow + writing.rest_quick
+        if writing.terms.backlog_s:
+            rest = (gaps - 1) / gaps * self.strain(writing.step_s / self._itl_s)
+        return self.first_gap(writing, handoff_s) + rest + writing.disturbed
+
+    def first_gap(self, writing: Writing, handoff_s: float) -> float:
+        """Cost of the gap between first and second token."""
+        return self.gaps((handoff_s + writing.step_s) / self._itl_s, 1 / self._gaps)
+
+    def _slow_steps(
+        self, worker: WorkerSnapshot, terms: Terms, step_s: float, backlog_steps: float
+    ) -> tuple[float, float]:
         """How many of the answer's steps also hold prompts, and how long such a step takes.
 
-        after_s: from when on; what was pending before the request's own prompt on the same worker is over by then.
+        backlog_steps: those that what is pending there still fills when the answer begins.
         """
-        steps = 0.0
-        if writing.backlog_s > after_s:
-            steps = (writing.backlog_s - after_s) / writing.backlog_step_s
-        if writing.prompt_step_s:
-            steps += self.weights.prompt_share * most
-        return min(steps, most), max(writing.backlog_step_s, writing.prompt_step_s, writing.step_s)
+        most, prompt_step_s = max(0, self._gaps - 1), terms.prompt_step_s(worker)
+        if prompt_step_s:
+            backlog_steps += self.weights.prompt_share * most
+        return min(backlog_steps, most), max(terms.backlog_step_s, prompt_step_s, step_s)
 
-    def _may_promise(self, reading: Reading, writing: Writing) -> bool:
-        """Whether the answer's room may be promised before its prompt is computed."""
-        worker = writing.worker
-        if not worker.total_blocks or reading.queue_s + reading.run_s <= self.limits.long_prompt_s:
+    def _rest(self, step_s: float, slow: float, slow_s: float) -> tuple[float, float, float]:
+        """See Writing.rest_s, rest_slow and rest_quick, for so many slow steps."""
+        gaps, slo_s = self._gaps, self._itl_s
+        quick_cost = self.gaps(step_s / slo_s, (gaps - 1 - slow) / gaps)
+        if not slow:
+            return 0.0, 0.0, quick_cost
+        return slow * (slow_s - step_s), self.gaps(slow_s / slo_s, slow / gaps), quick_cost
+
+    def _may_promise(self, worker: WorkerSnapshot, needed: int) -> bool:
+        """Whether room for the answer to a long prompt may be promised before the prompt is computed."""
+        if not worker.total_blocks:
             return True
         promised = worker.promised_long_blocks
         most = max(self.limits.long_share * worker.total_blocks, 0 if promised else worker.total_blocks)
-        return promised + needed_blocks(self.request, worker) <= most
+        return promised + needed <= most
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +295,11 @@ class Kv:
         return max(last_s, tokens * per_token_s - reading.run_s)
 
 
+    def least_s(self, tokens: int, chunk_tokens: int, link: LinkSnapshot) -> float:
+        """What exposed_s gives at least for a prompt read in chunks of at least chunk_tokens."""
+        return (min(tokens, chunk_tokens) if self.streams else tokens) * (self.bytes_per_token / link.bytes_per_s)
+
+
 NO_KV = Kv(0, False)
 
 
@@ -266,16 +307,3 @@ def needed_blocks(request: PlacementRequest, worker: WorkerSnapshot) -> int:
     """Blocks that a request's prompt and expected answer take on a worker."""
     return (request.prompt_tokens + request.expected_output_tokens) // max(1, worker.block_size_tokens) + 1
 
-
-def _backlog(worker: WorkerSnapshot) -> tuple[float, float]:
-    """(seconds until the prompts pending on a worker are computed, seconds of one of those steps)."""
-    tokens = worker.pending_prompt_tokens
-    if tokens <= 0:
-        return 0.0, 0.0
-    steps = -(-tokens // max(1, worker.step_budget_tokens - worker.running_sequences))
-    prompts = max(1, worker.pending_prompts)
-    pairs = prompts * chunk_pairs(0, -(-tokens // prompts)) / steps
-    step_s = worker.step_model.step_s(
-        StepBatch(worker.running_sequences, worker.context_tokens, -(-tokens // steps), pairs, 1)
-    )
-    return steps * step_s, step_s

@@ -6,18 +6,26 @@ Every way that is open is costed for a shortlist of workers, and the cheapest is
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from operator import attrgetter, itemgetter
 
 from twostroke.errors import NoWorkerError
 from twostroke.policy.cost import Costing, Kv, Reading, Writing, needed_blocks
 from twostroke.policy.plan import STRICT, Estimate, Limits, Option, Options, Plan, Weights
 from twostroke.policy.snapshot import ClusterSnapshot, PlacementRequest, WorkerSnapshot
 from twostroke.policy.step_model import StepBatch, chunk_pairs
+from twostroke.policy.terms import terms_of
 
 __all__ = ["ClusterSnapshot", "Options", "PlacementRequest", "Plan", "WorkerSnapshot", "place"]
 
 DEFAULT_WEIGHTS = Weights()
 DEFAULT_LIMITS = Limits()
+ROUNDING = 1e-9
+"""By how much the least that a way may cost can be off (Costing.least_of)."""
+_WORST = (True, True)
+_least, _first = attrgetter("least"), itemgetter(0)
 
 
 def place(
@@ -68,84 +76,159 @@ def _best_of_each(costing: Costing, snapshot: ClusterSnapshot, options: Options)
     listed = _Shortlists(costing, snapshot.workers)
     if options.p_then_d and (best := _best_pair(costing, snapshot, listed)):
         yield best
-    for is_open, option, workers in (
-        (options.d_alone, Option.D_ALONE, listed.whole_on_decode),
-        (options.p_alone, Option.P_ALONE, listed.whole_on_prefill),
+    for is_open, option, whole in (
+        (options.d_alone, Option.D_ALONE, _Kind.WHOLE_ON_DECODE),
+        (options.p_alone, Option.P_ALONE, _Kind.WHOLE_ON_PREFILL),
     ):
-        if is_open and workers:
-            yield min((_alone(costing, option, worker) for worker in listed.first(workers)), key=_rank)
-    if options.lent_decoder and (lent := list(_lent(costing, snapshot, listed))):
-        yield min(lent, key=_rank)
+        if is_open and (best := _best_alone(costing, option, listed.first(whole))):
+            yield best
+    if options.lent_decoder and (best := _best_lent(costing, snapshot, listed)):
+        yield best
 
 
 def _best_pair(costing: Costing, snapshot: ClusterSnapshot, listed: _Shortlists) -> Estimate | None:
     """The best of the shortlisted pairs; the lists grow until one of them can exchange KV, or all are in."""
     size = costing.limits.shortlist
     while True:
-        readings = [costing.reading(worker) for worker in listed.first(listed.readers, size)]
-        writings = [costing.writing(worker) for worker in listed.first(listed.writers, size)]
-        pairs = _pairs(costing, snapshot, Option.P_THEN_D, readings, writings)
-        if best := min(pairs, key=_rank, default=None):
+        readings = [costing.reading(worker) for worker in listed.first(_Kind.READERS, size)]
+        writings = [costing.writing(worker) for worker in listed.first(_Kind.WRITERS, size)]
+        if best := _cheapest(costing, snapshot, Option.P_THEN_D, readings, writings):
             return best
-        if size >= max(len(listed.readers), len(listed.writers)):
+        if size >= listed.longest:
             return None
         size *= 4
 
 
-def _pairs(
+def _cheapest(
     costing: Costing,
     snapshot: ClusterSnapshot,
     option: Option,
-    readings: Iterable[Reading],
-    writings: Iterable[Writing],
-) -> Iterator[Estimate]:
+    readings: list[Reading],
+    writings: list[Writing],
+    best: Estimate | None = None,
+) -> Estimate | None:
+    """The best of all pairs and of `best`. Pairs that cannot be it by the least they may cost are not costed."""
     kv = Kv(snapshot.kv_bytes_per_token, snapshot.streams_kv)
-    writings = list(writings)
+    refused, links, default = snapshot.refused_pairs, snapshot.links, snapshot.default_link
+    chunk_tokens = min((reading.chunk_tokens for reading in readings), default=0)
+    ordered = []
+    for writing in writings:
+        handoff_s = 0.0 if links else default.latency_s + kv.least_s(writing.missing_tokens, chunk_tokens, default)
+        ordered.append((costing.least_of(writing, handoff_s), writing))
+    ordered.sort(key=_first)
+    readings.sort(key=_least)
+    flags, most = _worth(best)
     for reading in readings:
-        for writing in writings:
-            pair = (reading.worker.worker, writing.worker.worker)
-            if reading.worker is writing.worker or pair in snapshot.refused_pairs:
+        for least, writing in ordered:
+            if reading.least + least > most and _flags(reading, writing) >= flags:
                 continue
-            link = snapshot.links.get(pair, snapshot.default_link)
+            pair = (reading.worker.worker, writing.worker.worker)
+            if reading.worker is writing.worker or pair in refused:
+                continue
+            link = links.get(pair, default) if links else default
             if link.healthy:
-                yield costing.estimate(option, reading, writing, link, kv)
+                best = _better(best, costing.estimate(option, reading, writing, link, kv))
+                flags, most = _worth(best)
+    return best
 
 
-def _alone(costing: Costing, option: Option, worker: WorkerSnapshot, chunk_tokens: int = 0) -> Estimate:
-    return costing.alone(option, costing.reading(worker, chunk_tokens), costing.writing(worker))
+def _best_alone(costing: Costing, option: Option, workers: Iterable[WorkerSnapshot]) -> Estimate | None:
+    best: Estimate | None = None
+    flags, most = _worth(best)
+    for worker in workers:
+        reading, writing = costing.reading(worker), costing.writing(worker)
+        if reading.least + costing.least_of(writing, 0.0) <= most or _flags(reading, writing) < flags:
+            best = _better(best, costing.alone(option, reading, writing))
+            flags, most = _worth(best)
+    return best
 
 
-def _lent(costing: Costing, snapshot: ClusterSnapshot, listed: _Shortlists) -> Iterator[Estimate]:
+def _best_lent(costing: Costing, snapshot: ClusterSnapshot, listed: _Shortlists) -> Estimate | None:
     """Decode workers that read in bounded chunks: each writes itself, or the best other one does."""
-    lenders = listed.first(listed.whole_on_decode, (costing.limits.shortlist + 1) // 2)
+    lenders = listed.first(_Kind.WHOLE_ON_DECODE, (costing.limits.shortlist + 1) // 2)
     readings = [costing.reading(worker, chunk) for worker in lenders if (chunk := costing.lent_chunk_tokens(worker))]
+    if not readings:
+        return None
+    best: Estimate | None = None
     for reading in readings:
-        yield costing.alone(Option.LENT_DECODER, reading, costing.writing(reading.worker))
-    writings = (costing.writing(worker) for worker in listed.first(listed.writers, 2))
-    yield from _pairs(costing, snapshot, Option.LENT_DECODER, readings, writings)
+        best = _better(best, costing.alone(Option.LENT_DECODER, reading, costing.writing(reading.worker)))
+    writings = [costing.writing(worker) for worker in listed.first(_Kind.WRITERS, 2)]
+    return _cheapest(costing, snapshot, Option.LENT_DECODER, readings, writings, best)
+
+
+def _better(one: Estimate | None, other: Estimate) -> Estimate:
+    return other if one is None or _rank(other) < _rank(one) else one
+
+
+def _worth(best: Estimate | None) -> tuple[tuple[bool, bool], float]:
+    """(flags, cost) of an estimate; what costs more and has no better flags cannot replace it, roundings included."""
+    if best is None:
+        return _WORST, math.inf
+    return (best.avoided, not best.fits), best.cost + ROUNDING * (1 + abs(best.cost))
+
+
+def _flags(reading: Reading, writing: Writing) -> tuple[bool, bool]:
+    return reading.avoided or writing.avoided, not (reading.fits and writing.fits)
+
+
+def _alone(costing: Costing, option: Option, worker: WorkerSnapshot) -> Estimate:
+    return costing.alone(option, costing.reading(worker), costing.writing(worker))
+
+
+class _Kind(Enum):
+    """What is sought."""
+
+    READERS = 0
+    WRITERS = 1
+    WHOLE_ON_PREFILL = 2
+    WHOLE_ON_DECODE = 3
 
 
 class _Shortlists:
     """Workers in the order in which a quick look finds them promising; close looks are for the first of them."""
 
-    def __init__(self, costing: Costing, workers: Iterable[WorkerSnapshot]) -> None:
-        self.readers: list[_Scored] = []
-        self.writers: list[_Scored] = []
-        self.whole_on_prefill: list[_Scored] = []
-        self.whole_on_decode: list[_Scored] = []
-        self._size = costing.limits.shortlist
-        self._look(costing, workers)
+    def __init__(self, costing: Costing, workers: Sequence[WorkerSnapshot]) -> None:
+        self._costing = costing
+        self._workers = workers
+        writers = [worker for worker in workers if worker.writes_answers]
+        self._all = (
+            [worker for worker in workers if worker.reads_prompts],
+            writers,
+            [worker for worker in workers if not worker.writes_answers],
+            writers,
+        )
+        self._scored: tuple[list[_Scored], ...] | None = None
 
-    def _look(self, costing: Costing, workers: Iterable[WorkerSnapshot]) -> None:
+    @property
+    def longest(self) -> int:
+        """How many there are at most, of readers and of writers."""
+        return max(len(self._all[0]), len(self._all[1]))
+
+    def first(self, kind: _Kind, size: int = 0) -> list[WorkerSnapshot]:
+        """The most promising ones of a kind; all of them, in any order, where those are no more."""
+        size = size or self._costing.limits.shortlist
+        found = self._all[kind.value]
+        if len(found) <= size:
+            return found
+        if self._scored is None:
+            self._scored = self._look()
+        return [entry[3] for entry in heapq.nsmallest(size, self._scored[kind.value])]
+
+    def _look(self) -> tuple[list[_Scored], ...]:
         """Over every worker of the cluster, so written for speed."""
-        request, options = costing.request, costing.options
-        breach, tail, lost = costing.weights.breach, costing.weights.tail, costing.weights.lost
+        costing = self._costing
+        request, options, weights = costing.request, costing.options, costing.weights
+        breach, tail, lost = weights.breach, weights.tail, weights.lost
         cached_tokens, avoid = request.cached_tokens, request.avoid
         prompt_tokens, answer_tokens = request.prompt_tokens, max(1, request.expected_output_tokens)
         answer_context = prompt_tokens + answer_tokens // 2
         per_ttft, per_itl = 1 / request.slo.ttft_s, 1 / request.slo.itl_s
         decode_reads = options.d_alone or options.lent_decoder
-        for worker in workers:
+        readers: list[_Scored] = []
+        writers: list[_Scored] = []
+        on_prefill: list[_Scored] = []
+        on_decode: list[_Scored] = []
+        for worker in self._workers:
             name, answers = worker.worker, worker.running_sequences
             tokens = max(1, prompt_tokens - cached_tokens.get(name, 0))
             token_s = worker.prefill_token_s or _prefill_token_s(worker)
@@ -153,17 +236,17 @@ class _Shortlists:
             avoided = name in avoid
             writes = worker.writes_answers
             if worker.reads_prompts:
-                self.readers.append((avoided, read, name, worker))
+                readers.append((avoided, read, name, worker))
             if not writes and not options.p_alone:
                 continue
-            base_s, slope_s = worker.step_model.decode_terms(answers + 1)
-            write_s = base_s + slope_s * (worker.context_tokens + answer_context)
+            terms = worker.terms or terms_of(worker)
+            write_s = terms.base_s + terms.slope_s * (worker.context_tokens + answer_context)
             write = write_s * per_itl
-            last = avoided or prompt_tokens + answer_tokens >= worker.free_blocks * worker.block_size_tokens
+            last = avoided or prompt_tokens + answer_tokens >= terms.room_tokens
             if not writes:
-                self.whole_on_prefill.append((last, read + write, name, worker))
+                on_prefill.append((last, read + write, name, worker))
                 continue
-            self.writers.append((last, write, name, worker))
+            writers.append((last, write, name, worker))
             if decode_reads:
                 chunk = min(tokens, worker.step_budget_tokens)
                 slo_s = worker.slo.itl_s
@@ -173,11 +256,8 @@ class _Shortlists:
                     stall += lost * min(1.0, full - 1) * min(1.0, share / tail - 1)
                 stalls = (answers or 1) * stall
                 read = read + breach * (read - 1) if read > 1 else read
-                self.whole_on_decode.append((last, read + write + stalls, name, worker))
-
-    def first(self, scored: list[_Scored], size: int = 0) -> list[WorkerSnapshot]:
-        """The most promising ones of a list."""
-        return [entry[3] for entry in heapq.nsmallest(size or self._size, scored)]
+                on_decode.append((last, read + write + stalls, name, worker))
+        return readers, writers, on_prefill, on_decode
 
 
 _Scored = tuple[bool, float, str, WorkerSnapshot]

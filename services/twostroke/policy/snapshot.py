@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from twostroke.policy.step_model import LinearStepModel, StepModel
+
+if TYPE_CHECKING:
+    from twostroke.policy.terms import Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class WorkerSnapshot:
     prefill_token_s: float = 0.0
     """About what a prompt token takes here (WorkerModel.prefill_token_s), by which a large cluster is looked through
     quickly; 0 lets placement ask step_model."""
+    terms: Terms | None = field(default=None, init=False, repr=False, compare=False)
+    """What costs are made of and only this snapshot decides; filled in by the first decision that looks at it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,11 @@ k * (base + slope * C) + slope * b * k * (k - 1) / 2 seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """What one engine step computes.
+class StepBatch(NamedTuple):
+    """What one engine step computes. A tuple, since a decision and a simulated step make several.
 
     sequences: sequences that decode one token each.
     context_tokens: sum of their contexts.

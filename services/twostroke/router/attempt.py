@@ -62,8 +62,8 @@ class Attempt:
             await self._decode.over
         except OverloadedError:
             raise
-        except RETRYABLE:
-            self._progress.failed_on.add(member.address)
+        except RETRYABLE as error:
+            self._blame(member, error)
             raise
         finally:
             self._leave_decode()
@@ -77,7 +77,9 @@ class Attempt:
         try:
             await self._hand_over(prefill, decode)
         except RETRYABLE as error:
-            if prefill.broken or isinstance(error, LINK_ERRORS):
+            if prefill.broken:
+                self._blame(source, error)
+            elif isinstance(error, LINK_ERRORS):
                 progress.failed_on.add(source.address)
             raise
         finally:
@@ -86,6 +88,12 @@ class Attempt:
             if prefill.ended_answer:
                 handoffs.absent(self._id)
             handoffs.close(self._id, source_lost=source_lost)
+
+    def _blame(self, member: Member, error: TwostrokeError) -> None:
+        # A request that fails here again and again says no more than the first time.
+        if member.address not in self._progress.failed_on:
+            self._progress.failed_on.add(member.address)
+            member.standing.failed(error)
 
     def _for_prefill(self) -> EngineRequest:
         """The request, or for a later attempt one that only computes the prompt: its token is not used, so nothing may
@@ -100,6 +108,8 @@ class Attempt:
     def _first_token(self, first: PrefillFirstToken) -> None:
         progress = self._progress
         self._pool.inflight.prompt_done(progress.ticket)
+        if self._prefill is not None:
+            self._prefill.member.standing.worked()
         progress.trail.prefill_ended_s = time.monotonic()
         progress.trail.prefill_queue_ms, progress.trail.prefill_run_ms = first.stats.queue_ms, first.stats.run_ms
         # A later attempt's is not used: the client has this token and maybe more, and decode continues from those.
@@ -147,7 +157,7 @@ class Attempt:
         if isinstance(error, OverloadedError):
             return
         if not isinstance(error, LINK_ERRORS):
-            self._progress.failed_on.add(decode.address)
+            self._blame(decode, error)
             return
         self._suspected.append(((prefill.member.address, decode.address), error))
         # Until prefill has come through, there may have been nothing to read: its worker died, or the answer ended.
@@ -301,4 +311,6 @@ class Attempt:
     ) -> None:
         """See Listener."""
         self._pool.inflight.wrote(self._progress.ticket, len(token_ids))
+        if finish is not None and self._decode is not None:
+            self._decode.member.standing.worked()
         self._progress.deliver(token_ids, logprobs, finish, prompt, prompt_logprobs)

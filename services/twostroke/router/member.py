@@ -18,6 +18,7 @@ from twostroke.errors import TwostrokeError, WorkerLostError
 from twostroke.policy.ledger import Life
 from twostroke.policy.placement import WorkerSnapshot
 from twostroke.router.session import DecodeSession
+from twostroke.router.standing import Standing
 from twostroke.rpc.call import answer, quiet
 from twostroke.rpc.channel import connect
 from twostroke.rpc.status import to_error
@@ -80,6 +81,7 @@ class Member:
         self.router_id = router_id
         self.prefills: set[Callable[[str], None]] = set()
         """Called with the reason when the worker is lost, by whoever has a call open that would not notice."""
+        self.standing = Standing(self._set_aside)
         self._timeout_s = timeout_s
         self._accept = accept
         self._changed = changed
@@ -133,6 +135,11 @@ class Member:
             self.state, self.detail = state, detail
             self._changed()
 
+    def _set_aside(self, why: str) -> None:
+        # What failed because the connection broke says nothing of the worker.
+        if self.state is MemberState.READY and self.session is not None and not self.session.broken:
+            self._set(MemberState.QUIET, why)
+
     def end_life(self) -> None:
         """Takes the worker's present life for over."""
         if self._living is not None:
@@ -164,6 +171,7 @@ class Member:
 
         def opened() -> None:
             self.session = session
+            self.standing.forget()
             self._set(MemberState.READY, "")
 
         # Not a TaskGroup: where one of the two breaks in the moment of a cancellation, that hides the cancellation.
@@ -214,7 +222,7 @@ class Member:
         self._load_changed()
         if load.draining and self.state in (MemberState.READY, MemberState.QUIET):
             self._set(MemberState.DRAINING, "takes no new requests, and finishes what it has")
-        elif self.state is MemberState.QUIET:
+        elif self.state is MemberState.QUIET and self.standing.good:
             self._set(MemberState.READY, "")
         elif new_role:
             self._changed()

@@ -50,7 +50,8 @@ class DecodeSession:
         self._owners: dict[int, SlotOwner] = {}
         self._numbers = itertools.count(1)
         self._step_done = step_done
-        self._broken = False
+        self.broken = False
+        """Whether it is over; its owners have been told."""
 
     @property
     def active(self) -> int:
@@ -59,7 +60,7 @@ class DecodeSession:
 
     def admit(self, owner: SlotOwner, request: EngineRequest, handoff: Handoff | None, timeout_s: float | None) -> int:
         """Sends a request to the worker; returns its slot. Raises WorkerLostError when the session is broken."""
-        if self._broken:
+        if self.broken:
             raise WorkerLostError(f"worker {self._worker} is gone")
         slot = next(self._numbers)
         admit = pb.Admit(slot=slot, request=request, handoff=handoff)
@@ -71,7 +72,7 @@ class DecodeSession:
 
     def cancel(self, slot: int) -> None:
         """Ends a request; its owner hears nothing more. Slots that are over are ignored."""
-        if self._owners.pop(slot, None) is not None and not self._broken:
+        if self._owners.pop(slot, None) is not None and not self.broken:
             self._outbox.put_nowait(pb.SessionRequest(cancel=pb.Cancel(slots=[slot])))
 
     async def run(self, opened: Callable[[], None]) -> None:
@@ -107,7 +108,7 @@ class DecodeSession:
                 await call.write(await self._outbox.get())
 
     def _break(self, error: TwostrokeError) -> None:
-        self._broken = True
+        self.broken = True
         lost = WorkerLostError(f"worker {self._worker} was lost while writing the answer: {error.message}")
         owners, self._owners = list(self._owners.values()), {}
         for owner in owners:

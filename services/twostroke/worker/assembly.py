@@ -93,7 +93,7 @@ class Worker:
             await self._scrape.start(self._settings.host, self._settings.metrics_port)
         await self.listen()
         steps = asyncio.create_task(self.host.run(), name="engine steps")
-        watch = asyncio.create_task(self.host.watch_steps(), name="step watch")
+        watch = asyncio.create_task(self.host.watch_steps(self._server.set_ready), name="step watch")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         asked = asyncio.create_task(self.host.draining.wait(), name="drain")
         try:

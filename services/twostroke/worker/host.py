@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -136,8 +136,12 @@ class EngineHost:
     def _could_compute(self, load: EngineLoad) -> bool:
         return bool(self._computing) and not load.held_blocks
 
-    async def watch_steps(self) -> None:
-        """Tells routers when the engine stalls, and when it goes on; returns only by cancellation."""
+    async def watch_steps(self, set_ready: Callable[[bool], Awaitable[None]]) -> None:
+        """Tells routers when the engine stalls, and when it goes on; returns only by cancellation.
+
+        set_ready: for others that ask, whether the worker takes requests; called when that changes.
+        """
+        said = True
         while True:
             await asyncio.sleep(LOOK_S)
             if not self.load.running_requests and not self._could_compute(self.load):
@@ -146,6 +150,10 @@ class EngineHost:
                 self.stalled = f"the engine of {self.worker_id} has made no step for {self._steps.limit_s:.1f} s"
                 log.error("%s, though it has requests to compute", self.stalled)
                 await self.tell()
+            ready = not (self.stalled or self.draining.is_set())
+            if ready != said:
+                said = ready
+                await set_ready(ready)
 
     def check_steps(self) -> None:
         """Raises UnavailableError while the engine is stalled."""

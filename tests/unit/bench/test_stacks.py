@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from twostroke.bench.stacks import Builder, Served, Stack
@@ -88,3 +89,26 @@ def test_every_process_has_a_full_path_and_a_part_in_its_stack() -> None:
         names = {spec.name for spec in stack.processes}
         assert names == {*stack.routers, *stack.front_ends}
         assert all(Path(spec.command[0]).is_absolute() for spec in stack.processes)
+
+
+def test_one_server_computes_on_all_cores_and_two_on_one_each() -> None:
+    builder = Builder(SERVED, Devices(gpus=(), cores=(0, 1)), {})
+    (alone,) = builder.one().processes
+    assert alone.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
+    two = builder.round_robin()
+    servers, (router,) = two.stages
+    assert [server.environment["VLLM_CPU_OMP_THREADS_BIND"] for server in servers] == ["0", "1"]
+    assert flag(router.command, "--worker-urls") == f"http://{servers[0].address}"
+    assert f"http://{servers[1].address}" in router.command
+    assert flag(router.command, "--policy") == "round_robin"
+    assert not any("--kv-transfer-config" in server.command for server in (alone, *servers))
+    assert {spec.name for spec in two.processes} == {*two.routers, *two.front_ends}
+
+
+def test_chunked_prefill_takes_the_step_that_is_asked_for() -> None:
+    builder = Builder(replace(SERVED, step_budget_tokens=128), Devices(gpus=(), cores=(0, 1)), {})
+    commands = [spec.command for stack in (builder.one(), builder.vllm_router()) for spec in stack.stages[0]]
+    assert {flag(command, "--max-num-batched-tokens") for command in commands} == {"128"}
+    worker = builder.twostroke().processes[1]
+    assert worker.name == "prefill-0"
+    assert flag(worker.command, "--step-budget-tokens") == "128"

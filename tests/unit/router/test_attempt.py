@@ -22,6 +22,7 @@ from twostroke.router.output import Output
 from twostroke.router.pool import WorkerPool
 from twostroke.router.progress import Progress
 from twostroke.router.session import SlotOwner
+from twostroke.router.standing import BREAKER, Standing
 from twostroke.v1.engine_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, EngineRequest, Finish, PromptStats
 from twostroke.v1.kv_pb2 import Handoff, KvLayout
 from twostroke.v1.prefill_pb2 import (
@@ -92,9 +93,12 @@ class Worker:
     def __init__(self, address: str) -> None:
         self.address = self.worker_id = address
         self.router_id = "router"
+        self.reasons: list[str] = []
+        """Why it was set aside."""
         self.info = GetInfoResponse(worker_id=address, epoch="1", layout=KvLayout(block_size_tokens=16))
         self.life = Life(address, address, "1")
         self.prefill = self.session = self
+        self.standing = Standing(self.reasons.append)
         self.prefill_tokens = 0
         self.prefills: set[Callable[[str], None]] = set()
         self.calls: list[Call] = []
@@ -472,3 +476,46 @@ async def test_cancel_tells_both_sides_once_in_every_phase(phase: str) -> None:
         await stage.task
     assert len(stage.d[0].slots) == (reached > 0)
     stage.check_ended()
+
+
+async def test_a_worker_whose_requests_fail_in_a_row_is_set_aside() -> None:
+    stage = Stage(decodes=2)
+    standing = stage.d[0].standing
+    for _ in range(BREAKER.failures - 1):
+        standing.failed(WorkerLostError("before"))
+    (await stage.started()).owner.failed(WorkerLostError("its kernel is gone"))
+    await stage.until(lambda: stage.d[1].slots)
+    assert not standing.good
+    assert stage.d[0].reasons == ["requests in a row failed here, the last one: its kernel is gone"]
+    stage.task.cancel()
+
+
+async def test_one_request_that_fails_again_and_again_sets_no_worker_aside() -> None:
+    stage = Stage()
+    stage.d[0].standing.failed(WorkerLostError("before"))
+    (await stage.started()).owner.failed(WorkerLostError("this request kills it"))
+    stage.call.first(7)
+    stage.call.finish()
+    await stage.until(lambda: len(stage.d[0].slots) == 2)
+    stage.d[0].slots[1].owner.failed(WorkerLostError("this request kills it"))
+    with pytest.raises(WorkerLostError, match="this request"):
+        await stage.task
+    assert stage.d[0].standing.good
+
+
+async def test_a_worker_whose_requests_succeed_in_between_stays() -> None:
+    stage = Stage()
+    workers = (stage.p, stage.d[0])
+    for worker in workers:
+        for _ in range(BREAKER.failures - 1):
+            worker.standing.failed(WorkerLostError("before"))
+    slot = await stage.started()
+    stage.call.first(7)
+    stage.call.finish()
+    await stage.until(lambda: stage.tokens)
+    slot.owner.prompt_ready(READY, None)
+    slot.owner.tokens([8], None, END)
+    await stage.task
+    for worker in workers:
+        worker.standing.failed(WorkerLostError("after"))
+        assert worker.standing.good

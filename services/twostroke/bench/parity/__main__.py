@@ -57,11 +57,11 @@ async def compare(wanted: str, rounds: Sequence[int]) -> None:
     say(f"starting one engine and two pools (logs in {logs})")
     async with running(systems(served, found, environment), logs, say) as started:
         addresses = [each.stack.address for each, _ in started]
-        outcomes = await _ask(rows(vocabulary(Path(model))), wanted, addresses, say)
         times = {
             tokens: await ttft.measure(addresses, tokens, count, say) if count else None
             for tokens, count in zip(_LENGTHS, rounds, strict=True)
         }
+        outcomes = await _ask(rows(vocabulary(Path(model))), wanted, addresses, say)
     say("starting both again, with adapters and a reasoning parser")
     served = Served(model, KV_BYTES, _SECOND_LEN_TOKENS)
     second = systems(served, found, environment, with_adapters_and_reasoning(adapters))
