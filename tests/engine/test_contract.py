@@ -53,6 +53,14 @@ def test_every_request_field_travels_or_is_refused_by_name() -> None:
     assert fields == travels | local | set(_REFUSED)
 
 
+def test_workers_are_given_tokens_and_never_text() -> None:
+    """O-18: the router alone renders and tokenizes, so the two strokes cannot read different prompts."""
+    from twostroke.v1.engine_pb2 import EngineRequest
+
+    assert EngineRequest.DESCRIPTOR.fields_by_name["prompt_token_ids"].is_repeated
+    assert not {"prompt", "text", "messages", "chat"} & set(EngineRequest.DESCRIPTOR.fields_by_name)
+
+
 def test_sampling_survives_the_wire() -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_pools_answer_as_one_engine(name: str, outcomes: dict[str, Outcome]) -> None:
+    """Among them O-17 (grammars), O-20 (stop strings in pieces), O-22 (characters in pieces), O-34 (n = 3)."""
     assert outcomes[name].problems == []
 
 

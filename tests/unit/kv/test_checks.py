@@ -38,6 +38,7 @@ def test_a_good_host_passes_all_and_needs_no_options() -> None:
 
 
 def test_a_low_locked_memory_limit_refuses_by_name() -> None:
+    """O-76."""
     finding = locked_memory(replace(GOOD, locked_memory_limit_bytes=64 << 10), 256 << 20)
     assert finding.action is Action.REFUSE
     for word in ("64 KiB", "256 MiB", "mlx5_0", "ulimit -l", "UCX_TLS"):
@@ -60,6 +61,7 @@ def test_locked_memory_is_no_matter_where_it_suffices(host: Host) -> None:
 
 @pytest.mark.parametrize(("free", "text"), [(1 << 20, "has 1 MiB free"), (0, "has 0 bytes free"), (None, "is missing")])
 def test_small_shared_memory_falls_back_by_name(free: int | None, text: str) -> None:
+    """O-75."""
     finding = shared_memory(replace(GOOD, shm_free_bytes=free))
     assert (finding.action, finding.without) == (Action.FALL_BACK, ("posix",))
     assert text in finding.message
@@ -83,6 +85,7 @@ def test_sixty_four_mib_of_shared_memory_suffice() -> None:
     ],
 )
 def test_ptrace_rules(scope: int | None, capabilities: int, action: Action) -> None:
+    """O-74."""
     finding = cross_process_reads(replace(GOOD, ptrace_scope=scope, capabilities=capabilities))
     assert finding.action is action
     if action is Action.FALL_BACK:
