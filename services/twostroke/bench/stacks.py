@@ -85,9 +85,10 @@ class Builder:
         self._ports.append(port)
         return port
 
-    def direct(self, *extra: str) -> Stack:
-        """One vLLM API server, its engine on the core on which the others decode. extra: further arguments of it."""
-        server = self._api_server("direct", self._core(1), extra=extra)
+    def direct(self, *extra: str, core: int = 1) -> Stack:
+        """One vLLM API server, its engine on one core: the others prefill on 0 and decode on 1. extra: further arguments
+        of it."""
+        server = self._api_server("direct", self._core(core), extra=extra)
         return Stack(DIRECT, ((server,),), _split(server.address), (), ("direct",))
 
     def one(self) -> Stack:

@@ -64,4 +64,5 @@ def systems(
     extras = extras or Extras()
     builder = Builder(served, devices, environment)
     two = builder.twostroke(extras.worker, router_args(extras))
-    return builder.direct(*one_args(extras)), two
+    # On the core that prefill computes on: the cores of a machine are not all as fast as each other.
+    return builder.direct(*one_args(extras), core=0), two
