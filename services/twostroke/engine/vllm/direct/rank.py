@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -26,6 +27,7 @@ from twostroke.kv.holds import HoldTable, hold_name
 from twostroke.kv.link import LinkReport
 from twostroke.kv.memory import Blocks, slice_between
 from twostroke.kv.mover import Callbacks, Mover
+from twostroke.kv.pages import populate
 from twostroke.kv.receive import Outcome, Part, Receive
 from twostroke.kv.transport import unpack_address
 from twostroke.v1.kv_pb2 import Handoff, KvEndpoint, KvMemory
@@ -79,6 +81,8 @@ class Rank:
             self._mailbox = notes.Mailbox(Path(extra["folder"]), notes.rank_name(self._number))
             self._mover.start()
             self._mailbox.listen(self._hear, "twostroke-notes")
+            if on_host:
+                threading.Thread(target=populate, args=storage, name="twostroke-pages", daemon=True).start()
         log.info("KV of %d bytes is readable over %s", storage[1], getattr(transport, "library", extra["transport"]))
 
     def _describe(self, kv_caches: dict[str, torch.Tensor]) -> tuple[KvMemory, tuple[int, int]]:
