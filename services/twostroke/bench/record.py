@@ -7,7 +7,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -85,9 +85,9 @@ class Record:
         }
 
     def print(self, console: Console) -> None:
-        """Prints the rows as one table and the checks as another."""
-        if self.rows:
-            console.print(_rows_table(self.name, self.rows))
+        """Prints the rows, a table for each kind of them, and the checks as another."""
+        for rows in _alike(self.rows):
+            console.print(_rows_table(self.name, rows))
         if self.checks:
             console.print(_checks_table(self.checks))
 
@@ -141,6 +141,18 @@ def _text(value: Value) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
     return str(value)
+
+
+def _alike(rows: Sequence[dict[str, Value]]) -> Iterator[list[dict[str, Value]]]:
+    """Rows that follow each other and have most of their columns in common: one table each."""
+    group: list[dict[str, Value]] = []
+    for row in rows:
+        if group and len(row.keys() & group[0].keys()) * 2 <= len(row.keys() | group[0].keys()):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
 
 
 def _rows_table(title: str, rows: Sequence[dict[str, Value]]) -> Table:

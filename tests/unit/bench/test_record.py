@@ -77,3 +77,19 @@ def test_the_tables_show_every_row_and_mark_what_missed_its_goal() -> None:
     assert "NO" in by_check["CPU per token"]
     assert "not measured" in by_check["not run"]
     assert "NO" in by_check["not run"]
+
+
+def test_rows_of_another_kind_have_a_table_of_their_own() -> None:
+    made = Record("x", "x")
+    made.row(connector="a", tokens=1, exposed_ms=2.0)
+    made.row(connector="a", tokens=2, exposed_ms=3.0, why="slow")
+    made.row(connector="a", aborts=7)
+    made.row(failure="kill", way="cma", late_bytes=0)
+    out = io.StringIO()
+    made.print(Console(file=out, width=120))
+    heads = [line for line in out.getvalue().splitlines() if line.startswith("┃")]
+    assert [set(head.replace("┃", " ").split()) for head in heads] == [
+        {"connector", "tokens", "exposed", "ms", "why"},
+        {"connector", "aborts"},
+        {"failure", "way", "late", "bytes"},
+    ]
