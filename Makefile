@@ -22,7 +22,7 @@ BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install up down status test test-fast lint proto parity fuzz bench-router bench-serve bench-start bench-sim bench-policy bench-pull bench-handoff bench-faults bench-limits soak-fence clean docs test-compose
+.PHONY: help install up down status test test-fast lint proto parity fuzz bench-router bench-serve bench-start bench-sim bench-sim-serve bench-policy bench-pull bench-handoff bench-faults bench-limits soak-fence clean docs test-compose
 
 help: ## Lists these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,7 +94,10 @@ bench-handoff: install ## Measures the hand-off next to vLLM's stock connector; 
 bench-sim: $(BASE) $(GENERATED) ## Measures simulator, planner and controllers; writes build/bench/sim.json
 	@$(BIN)/python -m twostroke.bench.sim $(ARGS)
 
-bench-faults: $(BASE) $(GENERATED) ## Breaks a cluster on the reference engine on purpose; writes build/bench/faults.json
+bench-sim-serve: install ## After bench-serve: profiles workers, simulates what it served; writes build/bench/sim_serve.json
+	@$(BIN)/python -m twostroke.bench.sim_serve $(ARGS)
+
+bench-faults: install ## Breaks clusters on purpose, then vllm-router's; writes build/bench/faults.json
 	@$(BIN)/python -m twostroke.bench.faults $(ARGS)
 
 bench-limits: $(BASE) $(GENERATED) ## Cancels streams and opens idle connections by the thousand; writes build/bench/limits.json

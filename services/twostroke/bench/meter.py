@@ -20,6 +20,12 @@ def cpu_s(pid: int) -> float:
         return 0.0
 
 
+def machine_s() -> float:
+    """CPU time that the whole machine has given away, to its host too; what ran with low priority is not counted."""
+    times = psutil.cpu_times()
+    return float(times.user + times.system + times.irq + times.softirq + times.steal)
+
+
 def descendants(pid: int) -> list[int]:
     """The processes below a process now."""
     try:

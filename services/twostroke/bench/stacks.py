@@ -86,8 +86,8 @@ class Builder:
         return port
 
     def direct(self, *extra: str, core: int = 1) -> Stack:
-        """One vLLM API server, its engine on one core: the others prefill on 0 and decode on 1. extra: further arguments
-        of it."""
+        """One vLLM API server, its engine on one core: the others prefill on 0 and decode on 1. extra: its further
+        arguments."""
         server = self._api_server("direct", self._core(core), extra=extra)
         return Stack(DIRECT, ((server,),), _split(server.address), (), ("direct",))
 

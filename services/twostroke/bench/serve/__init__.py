@@ -1,0 +1,1 @@
+"""Mixed traffic on two cores: one pool, two pools, and who places what where."""

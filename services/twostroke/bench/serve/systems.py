@@ -1,0 +1,65 @@
+"""The systems that are compared, on two cores each and with equal KV memory in all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from twostroke.bench.stacks import VLLM_ROUTER_INSTALL, Builder, Served, Stack, vllm_router_installed
+from twostroke.errors import ConfigError
+from twostroke.launch.devices import Devices
+from twostroke.measures import SloLimits
+
+ONE, CHUNKED, ROUND_ROBIN, VLLM_ROUTER, STRICT, ALL = "one", "chunked", "round-robin", "vllm-router", "strict", "all"
+NAMES = (ONE, CHUNKED, ROUND_ROBIN, VLLM_ROUTER, STRICT, ALL)
+OURS = (STRICT, ALL)
+"""twostroke, with P then D only and with all options."""
+
+DEFAULT_CHUNK_TOKENS = 2048
+"""vLLM's own on such a machine."""
+_OUR_CHUNK_TOKENS = 512
+"""Our workers' own."""
+_KV_BYTES = 1 << 30
+_MAX_MODEL_LEN_TOKENS = 8192
+
+
+def router_args(system: str, slo: SloLimits) -> tuple[str, ...]:
+    """What our router is told. slo: of chats."""
+    return {STRICT: (), ALL: ("--placement=all", f"--slo={slo.text()}")}[system]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One system. label: its name in tables, one for each chunk size of CHUNKED."""
+
+    name: str
+    chunk_tokens: int
+
+    @property
+    def label(self) -> str:
+        """As in tables."""
+        return f"chunk-{self.chunk_tokens}" if self.name == CHUNKED else self.name
+
+
+def chosen(names: Sequence[str], chunks: Sequence[int]) -> list[System]:
+    """The systems of these names, CHUNKED once for each chunk size. Raises ConfigError for a name that is none."""
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ConfigError(f"--systems {','.join(unknown)}: choose among {','.join(NAMES)}")
+    if {ROUND_ROBIN, VLLM_ROUTER} & set(names) and not vllm_router_installed():
+        raise ConfigError(f"vllm-router is not installed; {VLLM_ROUTER_INSTALL}, or choose others with --systems")
+    sizes = {CHUNKED: tuple(chunks), STRICT: (_OUR_CHUNK_TOKENS,), ALL: (_OUR_CHUNK_TOKENS,)}
+    return [System(name, size) for name in dict.fromkeys(names) for size in sizes.get(name, (DEFAULT_CHUNK_TOKENS,))]
+
+
+def stack(system: System, model: str, devices: Devices, environment: Mapping[str, str], slo: SloLimits) -> Stack:
+    """Its processes, on free ports. model: folder; slo: of chats. Raises ConfigError for flags that are none."""
+    engines = 1 if system.name in (ONE, CHUNKED) else 2
+    served = Served(model, _KV_BYTES * 2 // engines, _MAX_MODEL_LEN_TOKENS, system.chunk_tokens)
+    builder = Builder(served, devices, environment)
+    if system.name in OURS:
+        made = builder.twostroke(router_args=router_args(system.name, slo))
+    else:
+        make = {ROUND_ROBIN: builder.round_robin, VLLM_ROUTER: builder.vllm_router}
+        made = make.get(system.name, builder.one)()
+    return replace(made, name=system.label)
