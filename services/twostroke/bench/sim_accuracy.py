@@ -101,6 +101,13 @@ def accuracy(record: Record, data: Path = DATA, left_out: bool = True) -> None:
     record.checks += checks
 
 
+def unseen(record: Record, data: Path = DATA) -> None:
+    """Adds rows: one pool, every family and every system by a fit that never saw it. Takes minutes; see accuracy."""
+    alone = prepare([run for run in runs.read(_folder(data)) if run.prefill is None])
+    for row in _left_out(alone, fitted.shipped()):
+        record.row(**row)
+
+
 def _folder(data: Path) -> Path:
     names = (runs.SAMPLE, f"{runs.SAMPLE}.gz")
     places = (data, data / "calibration")

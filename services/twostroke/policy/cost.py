@@ -3,66 +3,41 @@ multiple of what its SLO class allows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from twostroke.policy.plan import Estimate, Limits, Option, Options, Weights
 from twostroke.policy.snapshot import DEFAULT_LINK, LinkSnapshot, PlacementRequest, WorkerSnapshot
 from twostroke.policy.step_model import StepBatch, chunk_pairs
-from twostroke.policy.terms import Terms, terms_of
-
-
-@dataclass(slots=True)
-class Reading:
-    """Computing the prompt on one worker."""
-
-    worker: WorkerSnapshot
-    chunk_tokens: int
-    cached_tokens: int
-    queue_s: float
-    run_s: float
-    """From the first step to the first token."""
-    ttft_s: float
-    ttft_cost: float
-    disturbed: float
-    fits: bool
-    avoided: bool
-    least: float
-    """No way that reads here costs less, whoever writes."""
-
-
-@dataclass(slots=True)
-class Writing:
-    """Writing the answer on one worker."""
-
-    worker: WorkerSnapshot
-    terms: Terms
-    step_s: float
-    """With this answer in the batch and no prompt."""
-    missing_tokens: int
-    """Of the prompt, those whose KV is not here."""
-    rest_s: float
-    """What the prompts that come in the ordinary course add to the answer's gaps after the first, all together."""
-    rest_slow: float
-    rest_quick: float
-    """Cost of the answer's gaps after the first: of those with prompts in their steps, and of the others."""
-    disturbed: float
-    needed_blocks: int
-    fits: bool
-    avoided: bool
+from twostroke.policy.terms import NO_KV, Kv, Reading, Terms, Writing, terms_of
 
 
 class Costing:
     """Costs ways to serve one request."""
 
-    __slots__ = ("_gaps", "_itl_s", "_writings", "limits", "options", "request", "weights")
+    __slots__ = (
+        "_answer_context",
+        "_gaps",
+        "_itl_s",
+        "_readings",
+        "_rest_share",
+        "_tokens",
+        "_writings",
+        "limits",
+        "options",
+        "request",
+        "weights",
+    )
 
     def __init__(self, request: PlacementRequest, weights: Weights, limits: Limits, options: Options) -> None:
         self.request = request
         self.weights = weights
         self.limits = limits
         self.options = options
-        self._gaps = max(0, request.expected_output_tokens - 1)
+        answer_tokens = request.expected_output_tokens
+        self._gaps = gaps = max(0, answer_tokens - 1)
+        self._rest_share = (gaps - 1) / gaps if gaps else 0.0
         self._itl_s = request.slo.itl_s
+        self._answer_context = request.prompt_tokens + answer_tokens / 2
+        self._tokens = request.prompt_tokens + answer_tokens
+        self._readings: dict[tuple[str, int], Reading] = {}
         self._writings: dict[str, Writing] = {}
 
     def strain(self, ratio: float) -> float:
@@ -81,28 +56,37 @@ class Costing:
             cost += weights.lost * min(1.0, ratio - 1) * min(1.0, share / tail - 1)
         return cost
 
+    def least_reading(self, backlog_s: float) -> float:
+        """No way that reads behind such a backlog costs less: the wait alone costs as much."""
+        return self.strain(backlog_s / self.request.slo.ttft_s)
+
     def reading(self, worker: WorkerSnapshot, chunk_tokens: int = 0) -> Reading:
         """The prompt on a worker, in chunks of the worker's step budget unless said otherwise."""
-        request, terms, name = self.request, worker.terms or terms_of(worker), worker.worker
+        terms = worker.terms or terms_of(worker)
         chunk_tokens = chunk_tokens or terms.chunk_tokens
+        key = (worker.worker, chunk_tokens)
+        found = self._readings.get(key)
+        if found is None:
+            found = self._readings[key] = self._read(worker, terms, chunk_tokens)
+        return found
+
+    def _read(self, worker: WorkerSnapshot, terms: Terms, chunk_tokens: int) -> Reading:
+        request, name = self.request, worker.worker
         cached = min(request.cached_tokens.get(name, 0), request.prompt_tokens - 1)
         tokens = request.prompt_tokens - cached
         steps = -(-tokens // chunk_tokens)
+        pairs = chunk_pairs(cached, tokens) / steps
         step_s = worker.step_model.step_s(
-            StepBatch(
-                worker.running_sequences,
-                worker.context_tokens,
-                -(-tokens // steps),
-                chunk_pairs(cached, tokens) / steps,
-                1,
-            )
+            StepBatch(worker.running_sequences, worker.context_tokens, -(-tokens // steps), pairs, 1)
         )
         queue_s, run_s = terms.backlog_s, steps * step_s
         ttft_s = queue_s + run_s
         ttft_cost = self.strain(ttft_s / request.slo.ttft_s)
         disturbed = self._stalled(worker, terms, steps, step_s) if terms.answers else 0.0
-        pending = worker.pending_prompt_tokens
-        window = self.limits.prefill_window_tokens if self.options.wait else 0
+        fits = terms.room_tokens >= request.prompt_tokens
+        if self.options.wait and (window := self.limits.prefill_window_tokens):
+            pending = worker.pending_prompt_tokens
+            fits = fits and not (pending and pending + tokens > window)
         return Reading(
             worker,
             chunk_tokens,
@@ -112,7 +96,7 @@ class Costing:
             ttft_s,
             ttft_cost,
             disturbed,
-            terms.room_tokens >= request.prompt_tokens and not (window and pending and pending + tokens > window),
+            fits,
             name in request.avoid,
             ttft_cost + disturbed,
         )
@@ -133,21 +117,21 @@ class Costing:
 
     def _write(self, worker: WorkerSnapshot) -> Writing:
         request, terms, name = self.request, worker.terms or terms_of(worker), worker.worker
-        answers, prompt_tokens = worker.running_sequences, request.prompt_tokens
-        step_s = terms.base_s + terms.slope_s * (
-            worker.context_tokens + prompt_tokens + request.expected_output_tokens / 2
-        )
-        cached = request.cached_tokens.get(name, 0)
-        needed = needed_blocks(request, worker)
+        answers, gaps, prompt_tokens = worker.running_sequences, self._gaps, request.prompt_tokens
+        step_s = terms.base_s + terms.slope_s * (worker.context_tokens + self._answer_context)
         rest_s = slow_cost = quick_cost = 0.0
-        if self._gaps:
-            slow, slow_s = self._slow_steps(worker, terms, step_s, 0.0)
-            rest_s, slow_cost, quick_cost = self._rest(step_s, slow, slow_s)
+        if gaps:
+            if worker.reads_prompts:
+                slow, slow_s = self._slow_steps(worker, terms, step_s, 0.0)
+                rest_s, slow_cost, quick_cost = self._rest(step_s, slow, slow_s)
+            else:
+                quick_cost = self.gaps(step_s / self._itl_s, self._rest_share)
+        needed = self._tokens // (worker.block_size_tokens or 1) + 1
         return Writing(
             worker,
             terms,
             step_s,
-            prompt_tokens - min(cached, prompt_tokens) if cached else prompt_tokens,
+            prompt_tokens - min(request.cached_tokens.get(name, 0), prompt_tokens),
             rest_s,
             slow_cost,
             quick_cost,
@@ -159,8 +143,12 @@ class Costing:
 
     def _crowded(self, worker: WorkerSnapshot, terms: Terms, step_s: float) -> float:
         """Cost to the answers on a worker, and to the prompts that wait there, of one more answer."""
-        slo, before_s = worker.slo, terms.alone_s
-        more = worker.running_sequences * (self.strain(step_s / slo.itl_s) - self.strain(before_s / slo.itl_s))
+        slo, before_s, breach = worker.slo, terms.alone_s, self.weights.breach
+        then, now = step_s / slo.itl_s, before_s / slo.itl_s
+        # Strains, as in strain(): here for every decode worker of every decision.
+        then = then if then <= 1 else then + breach * (then - 1)
+        now = now if now <= 1 else now + breach * (now - 1)
+        more = worker.running_sequences * (then - now)
         if backlog_s := terms.backlog_s:
             slower_s = backlog_s * (1 + (step_s - before_s) / terms.backlog_step_s)
             waits = self.strain(slower_s / slo.ttft_s) - self.strain(backlog_s / slo.ttft_s)
@@ -235,7 +223,7 @@ class Costing:
         """Both strokes on one worker."""
         return self.estimate(option, reading, writing, DEFAULT_LINK, NO_KV)
 
-    def least_of(self, writing: Writing, handoff_s: float) -> float:
+    def least_writing(self, writing: Writing, handoff_s: float) -> float:
         """No way that writes there costs less than this and the reading's `least` together, if its hand-off takes at
         least handoff_s. But for rounding: at most one part in 1e9."""
         gaps = self._gaps
@@ -243,7 +231,7 @@ class Costing:
             return 0.0
         rest = writing.rest_slow + writing.rest_quick
         if writing.terms.backlog_s:
-            rest = (gaps - 1) / gaps * self.strain(writing.step_s / self._itl_s)
+            rest = self._rest_share * self.strain(writing.step_s / self._itl_s)
         return self.first_gap(writing, handoff_s) + rest + writing.disturbed
 
     def first_gap(self, writing: Writing, handoff_s: float) -> float:
@@ -279,31 +267,6 @@ class Costing:
         return promised + needed <= most
 
 
-@dataclass(frozen=True, slots=True)
-class Kv:
-    """How KV moves. bytes_per_token: all layers; streams: it moves while prefill runs."""
-
-    bytes_per_token: int
-    streams: bool
-
-    def exposed_s(self, tokens: int, reading: Reading, link: LinkSnapshot) -> float:
-        """What is left to transfer when prefill has ended."""
-        per_token_s = self.bytes_per_token / link.bytes_per_s
-        if not self.streams:
-            return tokens * per_token_s
-        last_s = min(tokens, reading.chunk_tokens) * per_token_s
-        return max(last_s, tokens * per_token_s - reading.run_s)
-
-
-    def least_s(self, tokens: int, chunk_tokens: int, link: LinkSnapshot) -> float:
-        """What exposed_s gives at least for a prompt read in chunks of at least chunk_tokens."""
-        return (min(tokens, chunk_tokens) if self.streams else tokens) * (self.bytes_per_token / link.bytes_per_s)
-
-
-NO_KV = Kv(0, False)
-
-
 def needed_blocks(request: PlacementRequest, worker: WorkerSnapshot) -> int:
     """Blocks that a request's prompt and expected answer take on a worker."""
     return (request.prompt_tokens + request.expected_output_tokens) // max(1, worker.block_size_tokens) + 1
-

@@ -1,4 +1,8 @@
-"""How many requests will arrive: from what arrived, its trend, and what comes back again and again."""
+"""How many requests will arrive: from what arrived, its trend, and what comes back again and again.
+
+The only module of policy/ that needs numpy: it fits some fifty frequencies to hours of counts, once a minute. Nothing
+that a router imports to place requests imports it.
+"""
 
 from __future__ import annotations
 

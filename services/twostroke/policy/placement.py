@@ -8,24 +8,24 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 from twostroke.errors import NoWorkerError
-from twostroke.policy.cost import Costing, Kv, Reading, Writing, needed_blocks
+from twostroke.policy.cost import Costing, needed_blocks
 from twostroke.policy.plan import STRICT, Estimate, Limits, Option, Options, Plan, Weights
 from twostroke.policy.snapshot import ClusterSnapshot, PlacementRequest, WorkerSnapshot
 from twostroke.policy.step_model import StepBatch, chunk_pairs
-from twostroke.policy.terms import terms_of
+from twostroke.policy.terms import Kv, Reading, Writing, terms_of
 
 __all__ = ["ClusterSnapshot", "Options", "PlacementRequest", "Plan", "WorkerSnapshot", "place"]
 
 DEFAULT_WEIGHTS = Weights()
 DEFAULT_LIMITS = Limits()
 ROUNDING = 1e-9
-"""By how much the least that a way may cost can be off (Costing.least_of)."""
-_WORST = (True, True)
-_least, _first = attrgetter("least"), itemgetter(0)
+"""By how much the least that a way may cost can be off (Costing.least_reading, least_writing)."""
+_WORST, _BEST = (True, True), (False, False)
+_READERS, _WRITERS, _WHOLE_ON_PREFILL, _WHOLE_ON_DECODE = range(4)
+_first = itemgetter(0)
 
 
 def place(
@@ -42,7 +42,8 @@ def place(
     deadline a Plan to REFUSE, where those are switched on.
     """
     costing = Costing(request, weights, limits, options)
-    why = sorted(_best_of_each(costing, snapshot, options), key=_rank)
+    why = list(_best_of_each(costing, snapshot, options))
+    why.sort(key=_rank)
     if not why:
         why = [_alone(costing, Option.D_ALONE, worker) for worker in snapshot.workers if _is_both(worker)]
         why = sorted(why, key=_rank)[:1]
@@ -77,8 +78,8 @@ def _best_of_each(costing: Costing, snapshot: ClusterSnapshot, options: Options)
     if options.p_then_d and (best := _best_pair(costing, snapshot, listed)):
         yield best
     for is_open, option, whole in (
-        (options.d_alone, Option.D_ALONE, _Kind.WHOLE_ON_DECODE),
-        (options.p_alone, Option.P_ALONE, _Kind.WHOLE_ON_PREFILL),
+        (options.d_alone, Option.D_ALONE, _WHOLE_ON_DECODE),
+        (options.p_alone, Option.P_ALONE, _WHOLE_ON_PREFILL),
     ):
         if is_open and (best := _best_alone(costing, option, listed.first(whole))):
             yield best
@@ -90,9 +91,8 @@ def _best_pair(costing: Costing, snapshot: ClusterSnapshot, listed: _Shortlists)
     """The best of the shortlisted pairs; the lists grow until one of them can exchange KV, or all are in."""
     size = costing.limits.shortlist
     while True:
-        readings = [costing.reading(worker) for worker in listed.first(_Kind.READERS, size)]
-        writings = [costing.writing(worker) for worker in listed.first(_Kind.WRITERS, size)]
-        if best := _cheapest(costing, snapshot, Option.P_THEN_D, readings, writings):
+        readers = [(worker, 0) for worker in listed.first(_READERS, size)]
+        if best := _cheapest(costing, snapshot, Option.P_THEN_D, readers, listed.first(_WRITERS, size)):
             return best
         if size >= listed.longest:
             return None
@@ -103,57 +103,81 @@ def _cheapest(
     costing: Costing,
     snapshot: ClusterSnapshot,
     option: Option,
-    readings: list[Reading],
-    writings: list[Writing],
+    readers: Iterable[tuple[WorkerSnapshot, int]],
+    writers: Iterable[WorkerSnapshot],
     best: Estimate | None = None,
 ) -> Estimate | None:
-    """The best of all pairs and of `best`. Pairs that cannot be it by the least they may cost are not costed."""
+    """The best of all pairs and of `best`. What cannot be it by the least that it may cost is not costed.
+
+    readers: with the tokens of a chunk, 0 for the worker's own.
+    """
     kv = Kv(snapshot.kv_bytes_per_token, snapshot.streams_kv)
     refused, links, default = snapshot.refused_pairs, snapshot.links, snapshot.default_link
-    chunk_tokens = min((reading.chunk_tokens for reading in readings), default=0)
-    ordered = []
-    for writing in writings:
-        handoff_s = 0.0 if links else default.latency_s + kv.least_s(writing.missing_tokens, chunk_tokens, default)
-        ordered.append((costing.least_of(writing, handoff_s), writing))
-    ordered.sort(key=_first)
-    readings.sort(key=_least)
+    reads: list[tuple[float, WorkerSnapshot, int]] = []
+    for worker, chunk_tokens in readers:
+        terms = worker.terms or terms_of(worker)
+        reads.append((terms.backlog_s, worker, chunk_tokens or terms.chunk_tokens))
+    writes: list[tuple[float, Writing]] = []
+    least_chunk = min(read[2] for read in reads) if reads else 0
+    for worker in writers:
+        writing = costing.writing(worker)
+        handoff_s = 0.0 if links else default.latency_s + kv.least_s(writing.missing_tokens, least_chunk, default)
+        writes.append((costing.least_writing(writing, handoff_s), writing))
+    if not writes:
+        return best
+    reads.sort(key=_first)
+    writes.sort(key=_first)
+    least_of_all = writes[0][0]
     flags, most = _worth(best)
-    for reading in readings:
-        for least, writing in ordered:
-            if reading.least + least > most and _flags(reading, writing) >= flags:
+    fine = flags == _BEST
+    for backlog_s, reader, chunk_tokens in reads:
+        if fine and costing.least_reading(backlog_s) + least_of_all > most:
+            break
+        reading = costing.reading(reader, chunk_tokens)
+        for least_write, writing in writes:
+            if reading.least + least_write > most and (fine or _flags(reading, writing) >= flags):
+                if fine:
+                    break
                 continue
-            pair = (reading.worker.worker, writing.worker.worker)
-            if reading.worker is writing.worker or pair in refused:
+            pair = (reader.worker, writing.worker.worker)
+            if reader is writing.worker or pair in refused:
                 continue
             link = links.get(pair, default) if links else default
             if link.healthy:
                 best = _better(best, costing.estimate(option, reading, writing, link, kv))
                 flags, most = _worth(best)
+                fine = flags == _BEST
     return best
 
 
 def _best_alone(costing: Costing, option: Option, workers: Iterable[WorkerSnapshot]) -> Estimate | None:
+    """The best of the workers that do both, costed as in _cheapest."""
     best: Estimate | None = None
     flags, most = _worth(best)
     for worker in workers:
-        reading, writing = costing.reading(worker), costing.writing(worker)
-        if reading.least + costing.least_of(writing, 0.0) <= most or _flags(reading, writing) < flags:
-            best = _better(best, costing.alone(option, reading, writing))
-            flags, most = _worth(best)
+        writing = costing.writing(worker)
+        least_write = costing.least_writing(writing, 0.0)
+        if flags == _BEST and costing.least_reading(writing.terms.backlog_s) + least_write > most:
+            continue
+        reading = costing.reading(worker)
+        if reading.least + least_write > most and _flags(reading, writing) >= flags:
+            continue
+        best = _better(best, costing.alone(option, reading, writing))
+        flags, most = _worth(best)
     return best
 
 
 def _best_lent(costing: Costing, snapshot: ClusterSnapshot, listed: _Shortlists) -> Estimate | None:
     """Decode workers that read in bounded chunks: each writes itself, or the best other one does."""
-    lenders = listed.first(_Kind.WHOLE_ON_DECODE, (costing.limits.shortlist + 1) // 2)
-    readings = [costing.reading(worker, chunk) for worker in lenders if (chunk := costing.lent_chunk_tokens(worker))]
-    if not readings:
+    lenders = listed.first(_WHOLE_ON_DECODE, (costing.limits.shortlist + 1) // 2)
+    readers = [(worker, chunk) for worker in lenders if (chunk := costing.lent_chunk_tokens(worker))]
+    if not readers:
         return None
     best: Estimate | None = None
-    for reading in readings:
-        best = _better(best, costing.alone(Option.LENT_DECODER, reading, costing.writing(reading.worker)))
-    writings = [costing.writing(worker) for worker in listed.first(_Kind.WRITERS, 2)]
-    return _cheapest(costing, snapshot, Option.LENT_DECODER, readings, writings, best)
+    for worker, chunk in readers:
+        alone = costing.alone(Option.LENT_DECODER, costing.reading(worker, chunk), costing.writing(worker))
+        best = _better(best, alone)
+    return _cheapest(costing, snapshot, Option.LENT_DECODER, readers, listed.first(_WRITERS, 2), best)
 
 
 def _better(one: Estimate | None, other: Estimate) -> Estimate:
@@ -173,15 +197,6 @@ def _flags(reading: Reading, writing: Writing) -> tuple[bool, bool]:
 
 def _alone(costing: Costing, option: Option, worker: WorkerSnapshot) -> Estimate:
     return costing.alone(option, costing.reading(worker), costing.writing(worker))
-
-
-class _Kind(Enum):
-    """What is sought."""
-
-    READERS = 0
-    WRITERS = 1
-    WHOLE_ON_PREFILL = 2
-    WHOLE_ON_DECODE = 3
 
 
 class _Shortlists:
@@ -204,15 +219,15 @@ class _Shortlists:
         """How many there are at most, of readers and of writers."""
         return max(len(self._all[0]), len(self._all[1]))
 
-    def first(self, kind: _Kind, size: int = 0) -> list[WorkerSnapshot]:
+    def first(self, kind: int, size: int = 0) -> list[WorkerSnapshot]:
         """The most promising ones of a kind; all of them, in any order, where those are no more."""
         size = size or self._costing.limits.shortlist
-        found = self._all[kind.value]
+        found = self._all[kind]
         if len(found) <= size:
             return found
         if self._scored is None:
             self._scored = self._look()
-        return [entry[3] for entry in heapq.nsmallest(size, self._scored[kind.value])]
+        return [entry[3] for entry in heapq.nsmallest(size, self._scored[kind])]
 
     def _look(self) -> tuple[list[_Scored], ...]:
         """Over every worker of the cluster, so written for speed."""

@@ -83,6 +83,16 @@ class BlockStore:
     def publish(self, holding: Holding, hashes: Items[int]) -> None:
         """The sequence has computed the prefix units of `hashes`: those that nobody cached yet become shared."""
         references, idle, unit, shared = self._references, self._idle, self.unit, holding.shared
+        fresh = dict.fromkeys(hashes[len(shared) :], 1)
+        if (
+            len(fresh) == len(hashes) - len(shared)
+            and references.keys().isdisjoint(fresh)
+            and idle.keys().isdisjoint(fresh)
+        ):
+            references.update(fresh)
+            shared.extend(fresh)
+            holding.private -= unit * len(fresh)
+            return
         for key in hashes[len(shared) :]:
             # Computed twice at the same time: the second copy stays private, and so does what follows it.
             if key in references or key in idle:
@@ -114,6 +124,7 @@ class BlockStore:
     def _evict(self) -> None:
         idle = self._idle
         over = self.used + self.unit * len(idle) - self.total
-        while over > 0 and idle:
-            idle.popitem(last=False)
-            over -= self.unit
+        if over > 0:
+            pop = idle.popitem
+            for _ in range(min(len(idle), -(-over // self.unit))):
+                pop(False)

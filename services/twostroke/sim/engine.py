@@ -54,18 +54,15 @@ class Engine(Batching):
         """Prompts that pending_tokens belong to."""
         return len(self.waiting) + len(self._prefilling)
 
-    def context_at(self, now_s: float) -> int:
-        """Sum of the contexts of the answers being written."""
-        if not self.decoding or self._run.steps == 1:
-            return self.context_sum
-        return self.context_sum + self.decoding * self._run.ended(now_s)
-
     def hits(self, hashes: Items[int], now_s: float) -> int:
         """Leading prefix units that are cached here."""
-        run = self._run
-        if run.grown < run.steps and self.store.spare < self.decoding * (run.steps // self._block + 1):
+        store, run = self.store, self._run
+        found = store.hits(hashes)
+        if found and run.grown < run.steps and store.spare < self.decoding * (run.steps // self._block + 1):
+            # The blocks that answers grew into meanwhile may have been these.
             self.sync(now_s)
-        return self.store.hits(hashes)
+            found = store.hits(hashes)
+        return found
 
     # What reaches the worker.
 
@@ -144,10 +141,14 @@ class Engine(Batching):
         self.changed = True
         self._empty()
 
-    def sync(self, now_s: float) -> None:
-        """Books the blocks that the run's steps have taken up to now."""
-        if self.busy and self.decoding:
-            self._grow(min(self._run.steps, self._run.ended(now_s) + 1))
+    def sync(self, now_s: float) -> int:
+        """Books the blocks that the run's steps have taken up to now. Returns the sum of the answers' contexts."""
+        if not (self.busy and self.decoding):
+            return self.context_sum
+        ended = self._run.ended(now_s)
+        if self._run.grown <= ended:
+            self._grow(ended + 1)
+        return self.context_sum + self.decoding * ended
 
     def _wake(self, now_s: float) -> None:
         self.changed = True

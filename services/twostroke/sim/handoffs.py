@@ -12,6 +12,7 @@ class Handoffs:
 
     def __init__(self, fleet: Fleet) -> None:
         self._link = fleet.link
+        self._start_s = exact(fleet.link.start_s)
         self._bytes_per_token = fleet.kv_bytes_per_token
         self.bytes = 0.0
 
@@ -32,7 +33,7 @@ class Handoffs:
             flight.pulled = flight.computed
         if not flight.done:
             return None
-        return end_s + exact(self._link.start_s)
+        return end_s + self._start_s
 
     def _duration_s(self, tokens: int, block_tokens: int) -> float:
         link = self._link

@@ -12,7 +12,7 @@ from heapq import heappush
 from typing import Any
 
 from twostroke.sim.batching import Batching
-from twostroke.sim.clock import HORIZON_S, exact
+from twostroke.sim.clock import HORIZON_S, QUANTUM_S, exact
 from twostroke.sim.engine import Engine
 from twostroke.sim.fleet import Fleet, Role, WorkerKind
 from twostroke.sim.limits import Listener
@@ -48,7 +48,9 @@ class Lives(Listener):
     def send(self, at_s: float, handler: Callable[[Any, float], None], payload: object) -> None:
         """Calls handler(payload, time) at a time, which is at least a quantum ahead."""
         self._sent += 1
-        heappush(self._heap, (max(exact(at_s), self.now_s + exact(0.0)), MESSAGE, self._sent, handler, payload))
+        soonest_s = self.now_s + QUANTUM_S
+        at_s = exact(at_s) if at_s > soonest_s else soonest_s
+        heappush(self._heap, (at_s, MESSAGE, self._sent, handler, payload))
 
     def _push(self, end_s: float, engine: Engine, version: int) -> None:
         heappush(self._heap, (end_s, STEP_END, engine.index, version, engine))

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from twostroke.errors import NoWorkerError
 from twostroke.policy.placement import DEFAULT_LIMITS, place
-from twostroke.policy.plan import ALL_WAYS, Option, Options
+from twostroke.policy.plan import ALL_WAYS, Options
 from twostroke.policy.plan import Limits as PolicyLimits
 from twostroke.policy.snapshot import DEFAULT_SLO, ClusterSnapshot, LinkSnapshot, PlacementRequest, Slo
 from twostroke.sim.fleet import Fleet
@@ -150,7 +150,7 @@ class PolicyPlacer:
             self._options,
             limits=self._limits,
         )
-        if plan.option is Option.REFUSE or plan.option is Option.WAIT:
+        if not plan.decode:
             return Placed(None, None)
         return Placed(workers[plan.prefill] if plan.prefill else None, workers[plan.decode], plan.chunk_tokens or 0)
 

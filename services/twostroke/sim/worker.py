@@ -94,20 +94,19 @@ class Worker:
         engine = self.engine
         if self._seen is not None and not engine.changed:
             return self._seen
-        engine.sync(now_s)
+        context_tokens = engine.sync(now_s)
         engine.changed = False
-        limits = self.kind.limits
-        store = engine.store
+        limits, store, role = self.kind.limits, engine.store, self.role
         self._seen = WorkerSnapshot(
             worker=self.name,
-            reads_prompts=self.role.reads_prompts,
-            writes_answers=self.role.writes_answers,
+            reads_prompts=role.reads_prompts,
+            writes_answers=role.writes_answers,
             pending_prompt_tokens=engine.pending_tokens,
             running_sequences=engine.sequences + self.expected,
             free_blocks=max(0, store.total - store.used - self.promised),
             block_size_tokens=limits.block_tokens,
             pending_prompts=engine.pending_prompts,
-            context_tokens=engine.context_at(now_s) + self.expected_context,
+            context_tokens=context_tokens + self.expected_context,
             total_blocks=store.total,
             step_budget_tokens=limits.budget_tokens,
             max_sequences=limits.sequences,

@@ -72,7 +72,7 @@ sys.stdout.buffer.write(pickle.dumps(found))
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 def test_the_hashes_are_vllms_own() -> None:
-    """In a process of its own: vLLM's imports set signal handlers and log."""
+    """O-82. In a process of its own: vLLM's imports set signal handlers and log."""
     pytest.importorskip("vllm")
     cases = [
         (each.salt, each.lora, [(one.digest, one.offset_tokens, one.length_tokens) for one in each.media])

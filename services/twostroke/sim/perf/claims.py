@@ -1,7 +1,8 @@
 """`twostroke claims`: the headline numbers for two pools, each simulated against an untuned and a fair baseline.
 
 The untuned baseline is one pool with a step budget of 8192 tokens, which computes most prompts in one go; the fair one
-has the best of the smaller budgets. All have the same GPUs, the router's own policy, and the same requests.
+has the best of several budgets, that one among them. All have the same GPUs, the router's own policy, and the same
+requests.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from twostroke.sim.replica import ReplicaSpec
 from twostroke.sim.scenario import FleetSpec, TrafficSpec, make_placer
 from twostroke.sim.summary import Summary, summarise
 
-TUNED = (512, 1024, 2048)
+TUNED = (512, 1024, 2048, UNTUNED)
 _WORKER = ReplicaSpec("llama-3.1-70b", gpu="h100", tp=4, precision="bf16")
 _WORKERS = 4
-_RATE_STEPS = 5
+RATE_STEPS = 5
 _OFFERED = 0.75  # of requests per second and worker, of 8192 tokens in and 256 out
 
 
@@ -52,7 +53,7 @@ class Laboratory:
     def rate(self, fleet: FleetSpec, lengths: str, slo: SloLimits, most: float) -> float:
         """The largest of rates up to `most`, found by halving, of which 99 of 100 requests meet the limits."""
         low, high = 0.0, most
-        for _ in range(_RATE_STEPS):
+        for _ in range(RATE_STEPS):
             middle = (low + high) / 2
             low, high = (middle, high) if self.run(fleet, lengths, middle, slo).attainment >= 0.99 else (low, middle)
         return low
@@ -69,7 +70,7 @@ def two_pools(workers: int = _WORKERS) -> list[FleetSpec]:
 
 
 def tuned(workers: int = _WORKERS) -> list[FleetSpec]:
-    """One pool under each of the smaller budgets."""
+    """One pool under each of the budgets."""
     return [one_pool(budget, workers) for budget in TUNED]
 
 

@@ -66,6 +66,9 @@ def plan(flags: PlanFlags, console: Console | None = None) -> int:
     try:
         with lab.open():
             found = search(lab, flags.space, flags.simulated, say, flags.requests)
+            say("the best of both shapes: how much load each holds, for all step times that may be true")
+            if flags.with_flips:
+                say("after that: what would turn the answer round (--no-flips leaves it out)")
             verdict = judge(
                 lab, found, flags.prefill, flags.decode,
                 most=min(flags.requests, 1000), with_flips=flags.with_flips,

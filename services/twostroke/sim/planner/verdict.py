@@ -12,6 +12,8 @@ from twostroke.sim.summary import Summary
 
 NEAR = 0.05
 """Capacities that differ by less are equal: then the simpler fleet, one pool, is the answer."""
+MOST_WORTH = 10.0
+"""By how much one shape is said to be better at most; a pool that holds no load at all would give infinity."""
 FACTORS = (1.25, 1.5, 2.0, 3.0, 4.0)
 
 
@@ -87,8 +89,8 @@ def _worth(pair: Sequence[Candidate], two: float, one: float) -> float:
     """Two pools' capacity per dollar over one pool's; both at no capacity are equal."""
     two_cost, one_cost = (each.config.dollars_per_hour or each.config.gpus for each in pair)
     if one <= 0:
-        return 1.0 if two <= 0 else 10.0
-    return min(10.0, two / two_cost / (one / one_cost))
+        return 1.0 if two <= 0 else MOST_WORTH
+    return min(MOST_WORTH, two / two_cost / (one / one_cost))
 
 
 def capacities(

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from twostroke.sim.planner.search import Candidate, Found, Question
-from twostroke.sim.planner.verdict import Verdict
+from twostroke.sim.planner.verdict import MOST_WORTH, Verdict
 from twostroke.sim.show import line, seconds
 
 COLUMNS = (
@@ -54,9 +54,9 @@ def headline(verdict: Verdict, question: Question) -> list[str]:
     text.append(met + ".")
     if verdict.two and verdict.one:
         text.append(
-            f"Against the best tuned one pool ({verdict.one.config.text()}) the best two pools serve "
-            f"{verdict.ratio:.2f} times the load per dollar within the SLO; between {verdict.ratio_low:.2f} and "
-            f"{verdict.ratio_high:.2f} over the prediction's 90 % interval."
+            f"Against the best tuned single pool ({verdict.one.config.text()}) the best two pools serve "
+            f"{_times(verdict.ratio)} times the load per dollar within the SLO; between {_times(verdict.ratio_low)} "
+            f"and {_times(verdict.ratio_high)} over the prediction's 90 % interval (1.00 also where neither holds any)."
         )
         text.append(
             f"Headroom: two pools hold up to {verdict.two_capacity:.2f} times this rate, one pool up to "
@@ -71,6 +71,10 @@ def headline(verdict: Verdict, question: Question) -> list[str]:
             f"{seconds(min(itl))} to {seconds(max(itl))}, SLO met by {min(met_share):.1%} to {max(met_share):.1%}."
         )
     return text
+
+
+def _times(ratio: float) -> str:
+    return f"{MOST_WORTH:.0f} or more" if ratio >= MOST_WORTH else f"{ratio:.2f}"
 
 
 def flips(verdict: Verdict) -> Iterator[str]:
@@ -105,9 +109,19 @@ def show_table(console: Console, candidates: Sequence[Candidate]) -> None:
 
 
 def listed(found: Found, verdict: Verdict, rows: int) -> Sequence[Candidate]:
-    """The best ones, and the best of each shape wherever it stands."""
-    kept = found.candidates[:rows]
+    """The best ones, and the best of each shape wherever it stands.
+
+    Of fleets that differ in a setting without effect (a batch cap that is never reached) one is listed.
+    """
+    kept: list[Candidate] = []
+    for each in found.candidates:
+        if len(kept) < rows and not any(_alike(each, other) for other in kept):
+            kept.append(each)
     return kept + [each for each in (verdict.two, verdict.one) if each is not None and each not in kept]
+
+
+def _alike(one: Candidate, other: Candidate) -> bool:
+    return one.found == other.found and one.config.dollars_per_hour == other.config.dollars_per_hour
 
 
 def plain(question: Question, found: Found, verdict: Verdict) -> dict[str, object]:
