@@ -12,6 +12,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from twostroke.engine.vllm.generators import rewind_on_cpu
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker class."""
@@ -25,6 +27,10 @@ class WorkerExtension:
         if cores:
             os.sched_setaffinity(0, cores)
         return sorted(os.sched_getaffinity(0))
+
+    def twostroke_keep_seeds(self) -> None:
+        """Makes seeded requests safe whose prompt takes several steps; needed on the CPU only."""
+        rewind_on_cpu(self.model_runner)  # type: ignore[attr-defined]
 
     def twostroke_log_steps(self, path: str) -> None:
         """From now on appends one JSON line per step: tokens, and the monotonic times in seconds at which it began, the
