@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import grpc.aio
 
-from twostroke.errors import EngineError, WorkerLostError
+from twostroke.errors import EngineError, TwostrokeError, WorkerLostError
 from twostroke.router.member import Member
 from twostroke.rpc.status import to_error
 from twostroke.rpc.trace_context import metadata
@@ -124,7 +124,7 @@ class PrefillStroke:
         if self._abandoned:
             return WorkerLostError(self._abandoned)
         cause = to_error(error)
-        if isinstance(cause, EngineError):
-            # The request did nothing wrong; another worker has another engine.
+        if isinstance(cause, EngineError) or type(cause) is TwostrokeError:
+            # The request did nothing wrong. Another worker has another engine; one that ends cancels its calls.
             return WorkerLostError(f"prefill worker {self.member.worker_id} failed: {cause.message}")
         return cause

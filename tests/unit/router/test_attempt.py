@@ -15,7 +15,7 @@ from twostroke.errors import KvCorruptError, KvLostError, OverloadedError, Twost
 from twostroke.policy.inflight import InFlight
 from twostroke.policy.ledger import HandoffState, Life
 from twostroke.policy.placement import ClusterSnapshot, PlacementRequest, Plan, WorkerSnapshot, place
-from twostroke.router.attempt import Attempt
+from twostroke.router.attempt import RETRYABLE, Attempt
 from twostroke.router.handoffs import Handoffs
 from twostroke.router.member import Member
 from twostroke.router.output import Output
@@ -72,9 +72,9 @@ class Call:
         self.events.put_nowait(PrefillResponse(finished=PrefillFinished(handoff=offered)))
         self.events.put_nowait(None)
 
-    def breaks(self) -> None:
+    def breaks(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
         nothing = grpc.aio.Metadata()
-        self.events.put_nowait(grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "gone"))
+        self.events.put_nowait(grpc.aio.AioRpcError(code, nothing, nothing, "gone"))
 
 
 @dataclass
@@ -269,6 +269,18 @@ async def test_prefill_lost_before_its_first_token_fails_the_attempt_and_drops_w
     assert stage.progress.failed_on == {"p"}
     stage.check_ended()
     assert stage.handoffs.counts()[HandoffState.RELEASED if has_prompt else HandoffState.LOST] == 1
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE])
+async def test_a_prompt_that_a_worker_gave_up_may_be_placed_again(code: grpc.StatusCode) -> None:
+    """A worker that ends cancels its calls."""
+    stage = Stage()
+    await stage.started()
+    stage.call.breaks(code)
+    with pytest.raises(RETRYABLE):
+        await stage.task
+    assert stage.progress.failed_on == {"p"}
+    stage.check_ended()
 
 
 async def test_prefill_lost_after_its_first_token_leaves_the_verdict_to_decode() -> None:
