@@ -112,7 +112,8 @@ def test_systems_are_chosen_by_name_and_chunk_size() -> None:
     assert router_args("all", SLOS[CHAT])[0] == "--placement=all"
 
 
-def test_every_system_has_the_same_kv_memory_in_all() -> None:
+def test_every_system_has_the_same_kv_memory_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostroke.bench.serve.systems.vllm_router_installed", lambda: True)
     devices = Devices(gpus=(), cores=(0, 1))
     sums = set()
     for each in chosen(["one", "chunked", "round-robin", "vllm-router", "strict"], [128]):
