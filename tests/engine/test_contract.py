@@ -159,6 +159,28 @@ def test_the_stock_connector_has_what_we_change_in_it() -> None:
     assert list(inspect.signature(NixlPullConnector.get_transfer_results).parameters) == ["self", "finished_req_ids"]
 
 
+def test_queues_are_made_with_the_condition_that_we_put_in_its_place() -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    from twostroke.engine.vllm.waiting import ShortSpin
+
+    assert inspect.getsource(shm_broadcast.MessageQueue).count("SpinCondition(") == 2
+    waits = inspect.getsource(shm_broadcast.SpinCondition.wait)
+    assert "self.last_read + self.busy_loop_s" in waits
+    assert issubclass(ShortSpin, shm_broadcast.SpinCondition)
+    assert list(inspect.signature(shm_broadcast.SpinCondition.record_read).parameters) == ["self"]
+
+
+def test_the_runner_takes_back_draws_where_we_keep_them_from_it() -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    books = inspect.getsource(GPUModelRunner._bookkeeping_sync)
+    assert "gen = self.input_batch.generators.get(int(i))" in books
+    assert "gen.set_offset(" in books
+    assert "self._bookkeeping_sync(" in inspect.getsource(GPUModelRunner.sample_tokens)
+    assert "self._sample(" in inspect.getsource(GPUModelRunner.sample_tokens)
+
+
 def test_forced_tokens_leave_one_choice_and_then_let_go() -> None:
     import torch
     from vllm import SamplingParams

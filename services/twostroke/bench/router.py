@@ -25,11 +25,10 @@ from twostroke.bench.load import Load, drive, requests
 from twostroke.bench.meter import Meter
 from twostroke.bench.record import FOLDER, Record
 from twostroke.bench.running import Running, Say, running
-from twostroke.bench.stacks import VLLM_ROUTER_INSTALL, Builder, Served, Stack, vllm_router_installed
+from twostroke.bench.stacks import VLLM_ROUTER_INSTALL, Builder, Served, Stack, cpu_devices, vllm_router_installed
 from twostroke.bench.stats import Sample, cells
 from twostroke.config import child_environment
 from twostroke.errors import ConfigError, UnavailableError
-from twostroke.launch import devices
 from twostroke.launch.model import obtain
 
 app = make_app()
@@ -170,11 +169,7 @@ async def compare(models: Sequence[str], options: Options) -> None:
     console = make_console()
     say = make_say(console)
     environment = child_environment()
-    found = devices.detect(environment)
-    if found.gpus:
-        raise ConfigError(
-            "this benchmark places engines on CPU cores; install the CPU engine (make install ENGINE=cpu)"
-        )
+    found = cpu_devices(environment)
     record = Record("router", command_line("router"))
     with_theirs = vllm_router_installed()
     if not with_theirs:

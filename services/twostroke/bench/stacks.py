@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from twostroke.bench.load import MODEL
 from twostroke.config import free_port
-from twostroke.launch import plan
+from twostroke.errors import ConfigError
+from twostroke.launch import devices, plan
 from twostroke.launch.devices import Devices
 from twostroke.launch.processes import ProcessSpec
 
@@ -53,6 +54,16 @@ class Stack:
     def processes(self) -> tuple[ProcessSpec, ...]:
         """All of them."""
         return tuple(spec for stage in self.stages for spec in stage)
+
+
+def cpu_devices(environment: Mapping[str, str]) -> Devices:
+    """This machine's cores. Raises ConfigError where the engine is one for GPUs: stacks place engines on cores."""
+    found = devices.detect(environment)
+    if found.gpus:
+        raise ConfigError(
+            "this benchmark places engines on CPU cores; install the CPU engine (make install ENGINE=cpu)"
+        )
+    return found
 
 
 def vllm_router_installed() -> bool:

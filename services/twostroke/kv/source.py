@@ -107,10 +107,11 @@ class Source:
 
         The news that a hand-off begins takes another way than this and may be later.
         """
-        if handoff_id in self._over:
+        if handoff_id not in self._offers:
+            self.offer(handoff_id)
+        offer = self._offers.get(handoff_id)
+        if offer is None:
             return
-        self.offer(handoff_id)
-        offer = self._offers[handoff_id]
         size = max(1, CHUNK_TOKENS // max(LEAST_PIECE_TOKENS, self._memory.block_tokens))
         for start in range(0, len(blocks.ids), size):
             part = Blocks(blocks.first + start, blocks.ids[start : start + size])

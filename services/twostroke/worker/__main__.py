@@ -47,7 +47,7 @@ async def serve(settings: WorkerSettings) -> int:
     try:
         # The engine may fork: before any thread or channel of gRPC, the tracer's included.
         info = await engine.start()
-        # What was imported until now stays; looking through it again would stop a request for a tenth of a second.
+        # What was imported until now stays; looking through it again would stop a request.
         gc.collect()
         gc.freeze()
         tracer = open_tracer(settings.otlp_url, 1.0, "twostroke-worker", worker_id)

@@ -24,10 +24,8 @@ from twostroke.bench.parity.table import rows, second_rows
 from twostroke.bench.parity.table_lora import ADAPTERS
 from twostroke.bench.record import FOLDER, Record
 from twostroke.bench.running import Say, running
-from twostroke.bench.stacks import Served
+from twostroke.bench.stacks import Served, cpu_devices
 from twostroke.config import child_environment
-from twostroke.errors import ConfigError
-from twostroke.launch import devices
 from twostroke.launch.model import obtain
 
 app = make_app()
@@ -42,11 +40,7 @@ async def compare(wanted: str, rounds: Sequence[int]) -> None:
     console = make_console()
     say = make_say(console)
     environment = child_environment()
-    found = devices.detect(environment)
-    if found.gpus:
-        raise ConfigError(
-            "this comparison places engines on CPU cores; install the CPU engine (make install ENGINE=cpu)"
-        )
+    found = cpu_devices(environment)
     model = obtain("", say)
     record = Record("parity", command_line("parity"))
     served, logs = Served(model, KV_BYTES, _MAX_MODEL_LEN_TOKENS), log_folder("parity")

@@ -27,9 +27,9 @@ from twostroke.bench.serve.play import play
 from twostroke.bench.serve.stats import Played
 from twostroke.bench.serve.systems import System, stack
 from twostroke.bench.serve.traffic import CHAT, COMMITTED, DOCUMENT, Arrival, Mixes, bodies, read, shortened
+from twostroke.bench.stacks import cpu_devices
 from twostroke.config import child_environment
 from twostroke.errors import ConfigError, UnavailableError
-from twostroke.launch import devices
 from twostroke.launch.devices import Devices
 from twostroke.launch.model import obtain
 from twostroke.measures import SloLimits, parse_slo
@@ -147,11 +147,7 @@ async def compare(options: Options) -> None:
     console = make_console()
     say = make_say(console)
     environment = child_environment()
-    found = devices.detect(environment)
-    if found.gpus:
-        raise ConfigError(
-            "this benchmark places engines on CPU cores; install the CPU engine (make install ENGINE=cpu)"
-        )
+    found = cpu_devices(environment)
     place = Place(obtain("", say), found, environment)
     for system in options.systems:
         # A flag that is none shows before the first minute has passed.
