@@ -66,6 +66,9 @@ def _prompt(timeline: Timeline, usage: Usage) -> str:
     if not timeline.decode_worker_id:
         return text
     moved = f"{_size(timeline.transferred_bytes)} of KV moved for {timeline.transferred_tokens} tokens"
+    # The step in which decode takes the first token again computes the prompt's last one.
+    if timeline.decode_computed_tokens <= 1:
+        return f"{text}; {moved}"
     return f"{text}; {moved}; {timeline.decode_computed_tokens} prompt tokens recomputed on decode"
 
 

@@ -37,9 +37,16 @@ def test_bars_are_to_scale() -> None:
         "  hand-off       █         10.0 ms",
         "  decode          ███      30.0 ms  decode-1",
         "  first token after 61.0 ms; 14 tokens, then 333.3 tokens/s; 100.0 ms in all",
-        "  prompt 33 tokens, 16 of them cached; 3.0 MiB of KV moved for 32 tokens; "
-        "1 prompt tokens recomputed on decode",
+        "  prompt 33 tokens, 16 of them cached; 3.0 MiB of KV moved for 32 tokens",
     ]
+
+
+def test_a_prompt_that_decode_computed_again_is_told() -> None:
+    """O-45. Its last token is computed with the first one of the answer, always."""
+    again = Timeline()
+    again.CopyFrom(TWO_POOLS)
+    again.decode_computed_tokens = 20
+    assert render(again, USAGE, width=10)[-1].endswith("; 20 prompt tokens recomputed on decode")
 
 
 def test_an_answer_of_one_token_has_no_second_stroke() -> None:
