@@ -10,6 +10,9 @@ from twostroke.policy.plan import Estimate, Limits, Option, Options, Weights
 from twostroke.policy.snapshot import DEFAULT_LINK, LinkSnapshot, PlacementRequest, WorkerSnapshot
 from twostroke.policy.step_model import StepBatch, chunk_pairs
 
+MANY = 64
+"""Answers of a worker that does not say how many it can write."""
+
 
 @dataclass(slots=True)
 class Reading:
@@ -96,6 +99,7 @@ class Costing:
             step_s,
             self._stalled(worker, steps, step_s),
             worker.free_blocks * worker.block_size_tokens >= request.prompt_tokens
+            and not (worker.max_sequences and sequences >= worker.max_sequences)
             and not (window and pending and pending + tokens > window),
             worker.worker in request.avoid,
         )
@@ -215,6 +219,7 @@ class Costing:
             reading.disturbed + (writing.disturbed if gaps else 0.0),
             writing.fits and reading.fits and self._may_promise(reading, writing),
             reading.avoided or writing.avoided,
+            self.weights.crowd * writing.worker.running_sequences / (writing.worker.max_sequences or MANY),
         )
 
     def alone(self, option: Option, reading: Reading, writing: Writing) -> Estimate:

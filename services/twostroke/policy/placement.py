@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 
 from twostroke.errors import NoWorkerError
-from twostroke.policy.cost import Costing, Kv, Reading, Writing, needed_blocks
+from twostroke.policy.cost import MANY, Costing, Kv, Reading, Writing, needed_blocks
 from twostroke.policy.plan import STRICT, Estimate, Limits, Option, Options, Plan, Weights
 from twostroke.policy.snapshot import ClusterSnapshot, PlacementRequest, WorkerSnapshot
 from twostroke.policy.step_model import StepBatch, chunk_pairs
@@ -61,7 +61,8 @@ def place(
 
 
 def _rank(estimate: Estimate) -> tuple[object, ...]:
-    return estimate.avoided, not estimate.fits, estimate.cost, estimate.prefill, estimate.decode
+    cost = round(estimate.cost + estimate.crowding, 4)
+    return estimate.avoided, not estimate.fits, cost, estimate.prefill, estimate.decode
 
 
 def _best_of_each(costing: Costing, snapshot: ClusterSnapshot, options: Options) -> Iterator[Estimate]:
@@ -140,6 +141,7 @@ class _Shortlists:
         """Over every worker of the cluster, so written for speed."""
         request, options = costing.request, costing.options
         breach, tail, lost = costing.weights.breach, costing.weights.tail, costing.weights.lost
+        crowd = costing.weights.crowd
         cached_tokens, avoid = request.cached_tokens, request.avoid
         prompt_tokens, answer_tokens = request.prompt_tokens, max(1, request.expected_output_tokens)
         answer_context = prompt_tokens + answer_tokens // 2
@@ -158,7 +160,7 @@ class _Shortlists:
                 continue
             base_s, slope_s = worker.step_model.decode_terms(answers + 1)
             write_s = base_s + slope_s * (worker.context_tokens + answer_context)
-            write = write_s * per_itl
+            write = write_s * per_itl + crowd * answers / (worker.max_sequences or MANY)
             last = avoided or prompt_tokens + answer_tokens >= worker.free_blocks * worker.block_size_tokens
             if not writes:
                 self.whole_on_prefill.append((last, read + write, name, worker))

@@ -38,6 +38,7 @@ class Rig:
             accept=lambda _: None,
             changed=self.changed.set,
             load_changed=self.changed.set,
+            kv_changed=lambda _: False,
             step_done=lambda: None,
             ended=self._end,
         )
