@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cluster.reference_cluster import free_ports
+from engine.scheduler_rig import Family
 from twostroke.bench.parity.row import MODEL as ROWS_MODEL
 from twostroke.bench.parity.systems import KV_BYTES, Extras, router_args, systems
 from twostroke.bench.stacks import Served
@@ -55,6 +56,20 @@ def model() -> str:
     """Folder of the bundled model, converted if need be."""
     command = [sys.executable, "-m", "twostroke", "model", "fetch"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
+
+
+@pytest.fixture
+def family(model: str, tmp_path: Path) -> Iterator[Callable[..., Family]]:
+    """Makes schedulers; see scheduler_rig.py."""
+    made: list[Family] = []
+
+    def make(*args: int, **more: bool) -> Family:
+        made.append(Family(model, tmp_path, *args, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.handoffs.close()
 
 
 @contextmanager

@@ -20,8 +20,9 @@ import pytest_asyncio
 
 pytest.importorskip("vllm", reason="the engine is not installed")
 
-from engine.conftest import MODEL, watch
 from twostroke.bench.fault_vllm import FaultStack, fault_stack
+
+from engine.conftest import MODEL, watch
 from twostroke.bench.stacks import Stack
 from twostroke.config import RpcSettings, child_environment
 from twostroke.launch import devices, plan
