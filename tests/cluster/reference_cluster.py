@@ -55,13 +55,18 @@ class ReferenceCluster:
         self._folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.ports: dict[str, int] = {}
+        self.inside: dict[str, list[str]] = {}
+        """Command prefixes of processes that run elsewhere, such as in a network namespace."""
 
     def start(self, name: str, *flags: str) -> None:
         """Starts one process, or the same one again."""
         module = "twostroke.router" if name.startswith("router") else "twostroke.worker"
         log = (self._folder / f"{name}.log").open("ab")
         self._processes[name] = subprocess.Popen(
-            [sys.executable, "-m", module, *flags], stdout=log, stderr=log, env={**os.environ}
+            [*self.inside.get(name, ()), sys.executable, "-m", module, *flags],
+            stdout=log,
+            stderr=log,
+            env={**os.environ},
         )
         log.close()
 

@@ -101,6 +101,7 @@ async def test_log_probabilities_cover_every_token_the_first_included(cluster: C
 
 
 async def test_many_at_once(cluster: Cluster) -> None:
+    """O-37: token ids alone, which no policy can look into, go wherever there is room."""
     prompts = [prompt(10 + 7 * i, i) for i in range(48)]
     answers = await asyncio.gather(*(cluster.ask(request(tokens, 12)) for tokens in prompts))
     for tokens, answer in zip(prompts, answers, strict=True):
@@ -196,3 +197,13 @@ async def test_deadline_of_the_client_is_kept_and_frees_everything(cluster: Clus
         await cluster.ask(request(prompt(100, 11), 30_000), timeout_s=0.5)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await cluster.empty()
+
+
+async def test_cached_tokens_are_hits_also_where_one_worker_does_both() -> None:
+    """O-54."""
+    async with running(prefill=0, decode=1, own_flags={"decode-0": ("--role", "both")}) as alone:
+        for cached in (0, 64):
+            answer = await alone.ask(request(prompt(70), 8))
+            assert answer.token_ids == expected_tokens(prompt(70), SamplingParams(temperature=0), 8)
+            assert answer.last.usage.cached_tokens == cached
+            assert answer.last.timeline.transferred_tokens == 0

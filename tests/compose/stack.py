@@ -28,6 +28,11 @@ LOCAL_BASE = "twostroke-base:local"
 WANTED_BASE = "python:3.11-slim-bookworm"
 KEY = "key-of-the-compose-test-5519"
 UP_S = {"reference": 100.0, "cpu": 400.0}
+"""Longest start of a worker or of all; real engines share few cores."""
+ANSWER_S = {"reference": 60.0, "cpu": 240.0}
+TOKENS = {"reference": 60, "cpu": 24}
+SCALE = {"reference": (2, 3), "cpu": (2, 2)}
+"""Prefill and decode workers, once scaled up."""
 
 DOCKER = os.environ.get("DOCKER", "docker")
 
@@ -68,15 +73,17 @@ def build(target: str) -> str:
         if pulled.returncode:
             base = LOCAL_BASE
             run("docker/local_base.sh", base, DOCKER=DOCKER)
-    certificates = list(Path("/usr/local/share/ca-certificates").glob("*.crt"))
-    for path in certificates:
+    for path in Path("/usr/local/share/ca-certificates").glob("*.crt"):
         shutil.copy(path, ROOT / "docker" / "certificates")
-    arguments = {"BASE_IMAGE": base}
-    if certificates:
-        arguments["PIP_CERT"] = "/etc/ssl/certs/ca-certificates.crt"
-    options = [part for name, value in arguments.items() for part in ("--build-arg", f"{name}={value}")]
+    # Where pip here takes PyTorch for the CPU from a folder, the build does, too.
+    for folder in os.environ.get("PIP_FIND_LINKS", "").split():
+        for path in Path(folder).glob("torch-*+cpu-*.whl"):
+            if not (ROOT / "docker" / "wheels" / path.name).exists():
+                shutil.copy(path, ROOT / "docker" / "wheels")
     image = f"twostroke:{target}"
-    run(DOCKER, "build", "--target", target, "-t", image, *options, ".", DOCKER_BUILDKIT="1", timeout_s=3000)
+    argument = f"BASE_IMAGE={base}"
+    run(DOCKER, "build", "--target", target, "-t", image, "--build-arg", argument, ".",
+        DOCKER_BUILDKIT="1", timeout_s=3000)  # fmt: skip
     return image
 
 
@@ -90,6 +97,10 @@ class Stack:
     started_s: float = 0.0
     """Seconds from the command to the router's readiness."""
     known: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> tuple[int, int]:
+        return SCALE[self.target]
 
     @property
     def grpc(self) -> str:
@@ -114,7 +125,7 @@ class Stack:
 
     async def healthy(self, name: str) -> None:
         """When Docker's own probe of a container says so."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(UP_S[self.target]):
             while docker("inspect", "-f", "{{.State.Health.Status}}", name) != "healthy":  # noqa: ASYNC110
                 await asyncio.sleep(0.5)
 
@@ -137,7 +148,7 @@ class Stack:
                         raise AssertionError(f"{error.details()}; the last view was {view}") from error
         raise AssertionError(f"the last view was {view}")
 
-    async def ready(self, prefill: int, decode: int, timeout_s: float = 60) -> cluster_pb2.WatchResponse:
+    async def ready(self, prefill: int, decode: int) -> cluster_pb2.WatchResponse:
         """When exactly so many workers are ready, and all links between them."""
 
         def is_ready(view: cluster_pb2.WatchResponse) -> bool:
@@ -146,10 +157,10 @@ class Stack:
             links = [link for link in view.links if link.state == cluster_pb2.LINK_STATE_READY]
             return view.ready and counts == [prefill, decode] and len(links) == prefill * decode
 
-        return await self.until(is_ready, timeout_s)
+        return await self.until(is_ready, UP_S[self.target])
 
-    async def ask(self, prompt: Sequence[int], count: int, timeout_s: float = 60) -> list[int]:
-        async with self.client(timeout_s=timeout_s) as client:
+    async def ask(self, prompt: Sequence[int], count: int) -> list[int]:
+        async with self.client(timeout_s=ANSWER_S[self.target]) as client:
             answer = await client.complete(prompt, max_tokens=count, temperature=0.0, ignore_eos=True)
             return list(answer.token_ids)
 
@@ -183,7 +194,7 @@ async def running(target: str) -> AsyncIterator[Stack]:
     try:
         begun_s = time.monotonic()
         await asyncio.to_thread(stack.up, prefill=1, decode=1)
-        await stack.ready(1, 1, UP_S[target])
+        await stack.ready(1, 1)
         stack.started_s = time.monotonic() - begun_s
         yield stack
     finally:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import pytest_asyncio
+from openai import AsyncOpenAI
 
 from compose import stack as containers
 from compose.stack import KEY, Stack, docker
@@ -21,7 +22,6 @@ pytestmark = [
     pytest.mark.skipif(bool(containers.missing()), reason=containers.missing() or "-"),
 ]
 PROMPTS = [[(i * 7919 + number * 101) % 40000 + 100 for i in range(60)] for number in range(6)]
-TOKENS = 60
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
@@ -33,7 +33,8 @@ async def stack() -> AsyncIterator[Stack]:
 @asynccontextmanager
 async def load(stack: Stack) -> AsyncIterator[None]:
     """Requests before, during and after what happens within; all answers must be right and complete."""
-    expected = [await stack.expected(prompt, TOKENS) for prompt in PROMPTS]
+    count = containers.TOKENS[stack.target]
+    expected = [await stack.expected(prompt, count) for prompt in PROMPTS]
     over = asyncio.Event()
     answered = 0
 
@@ -41,7 +42,7 @@ async def load(stack: Stack) -> AsyncIterator[None]:
         nonlocal answered
         while True:
             last = over.is_set()
-            assert await stack.ask(PROMPTS[number], TOKENS) == expected[number]
+            assert await stack.ask(PROMPTS[number], count) == expected[number]
             answered += 1
             if last:
                 return
@@ -61,11 +62,24 @@ async def do(*arguments: str) -> str:
 
 async def test_it_comes_up_in_time_and_answers(stack: Stack) -> None:
     print(f"from `up` with its image built to a router that is ready: {stack.started_s:.1f} s")
-    assert stack.started_s < 100
+    assert stack.started_s < containers.UP_S[stack.target]
     for prompt in PROMPTS[:2]:
         assert await stack.ask(prompt, 8) == await stack.expected(prompt, 8)
-    view = await stack.until(lambda view: sum(worker.load.kv_received_handoffs for worker in view.workers) == 2)
+    view = await stack.until(lambda view: sum(worker.load.kv_received_handoffs for worker in view.workers) >= 2)
     assert view.recomputed_prompts == 0
+
+
+async def test_a_chat_is_answered_over_http(stack: Stack) -> None:
+    if stack.target == "reference":
+        pytest.skip("the reference target has no vLLM, hence no HTTP")
+    async with AsyncOpenAI(base_url=f"http://127.0.0.1:{stack.environment['HTTP_PORT']}/v1", api_key=KEY) as client:
+        answer = await client.chat.completions.create(
+            model="SmolLM2-135M-Instruct",
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            max_tokens=16,
+            temperature=0,
+        )
+    assert "Paris" in (answer.choices[0].message.content or "")
 
 
 async def test_who_has_no_key_is_not_served_and_no_log_holds_one(stack: Stack) -> None:
@@ -93,9 +107,10 @@ async def test_containers_may_do_little(stack: Stack) -> None:
 
 
 async def test_scaled_up_decode_workers_are_found(stack: Stack) -> None:
-    await asyncio.to_thread(stack.up, prefill=2, decode=3)
-    view = await stack.ready(2, 3, containers.UP_S[stack.target])
-    assert len({worker.info.worker_id for worker in view.workers}) == 5
+    prefill, decode = stack.scale
+    await asyncio.to_thread(stack.up, prefill=prefill, decode=decode)
+    view = await stack.ready(prefill, decode)
+    assert len({worker.info.worker_id for worker in view.workers}) == prefill + decode
     async with load(stack):
         pass
 
@@ -106,7 +121,7 @@ async def test_killed_under_load(stack: Stack) -> None:
         async with load(stack):
             await do("kill", victim)
         await do("start", victim)
-    await stack.ready(2, 3, containers.UP_S[stack.target])
+    await stack.ready(*stack.scale)
 
 
 async def test_frozen_under_load(stack: Stack) -> None:
@@ -115,7 +130,7 @@ async def test_frozen_under_load(stack: Stack) -> None:
         async with load(stack):
             await do("pause", victim)
         await do("unpause", victim)
-        await stack.ready(2, 3)
+        await stack.ready(*stack.scale)
 
 
 async def test_cut_off_under_load(stack: Stack) -> None:
@@ -125,7 +140,10 @@ async def test_cut_off_under_load(stack: Stack) -> None:
         async with load(stack):
             await do("network", "disconnect", network, victim)
         await do("network", "connect", "--alias", service, network, victim)
-        await stack.ready(2, 3)
+        if stack.target != "reference":
+            # UCX keeps to the interface that it found at its start, which Docker has replaced by another.
+            await do("restart", "-t", "5", victim)
+        await stack.ready(*stack.scale)
 
 
 async def test_stopped_under_load(stack: Stack) -> None:
@@ -134,7 +152,7 @@ async def test_stopped_under_load(stack: Stack) -> None:
         await do("stop", "-t", "45", victim)
     assert json.loads(await do("inspect", victim))[0]["State"]["ExitCode"] == 0
     await do("start", victim)
-    await stack.ready(2, 3, containers.UP_S[stack.target])
+    await stack.ready(*stack.scale)
 
 
 async def test_after_all_of_it_nothing_is_held(stack: Stack) -> None:

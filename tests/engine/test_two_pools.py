@@ -78,6 +78,23 @@ async def test_the_kv_really_moved(channel: grpc.aio.Channel) -> None:
     assert computed["decode-0"] < computed["prefill-0"] / 20
 
 
+async def test_a_seeded_answer_does_not_depend_on_how_many_steps_the_prompt_took(channel: grpc.aio.Channel) -> None:
+    """vLLM's engine ends on the CPU when a seeded prompt gets part of a step. The second time most of it is cached."""
+    before = await until_empty(channel)
+    request = GenerateRequest(
+        tokens=TokenSequence(token_ids=[(i * 61) % 30000 + 200 for i in range(700)]),
+        sampling=SamplingParams(temperature=1, seed=7, max_tokens=8, ignore_eos=True),
+    )
+    answers = []
+    for _ in range(2):
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=300)
+        answers.append([token async for response in call for token in response.token_ids])
+    assert len(answers[0]) == 8
+    assert answers[0] == answers[1]
+    epochs = [{worker.info.epoch for worker in view.workers} for view in (before, await until_empty(channel))]
+    assert epochs[0] == epochs[1]
+
+
 async def test_two_requests_at_once(channel: grpc.aio.Channel) -> None:
     prompts = [[(i * 41) % 30000 + 200 for i in range(length)] for length in (100, 300)]
     alone = [await generate(channel, prompt, max_tokens=16) for prompt in prompts]

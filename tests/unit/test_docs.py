@@ -27,6 +27,19 @@ def test_no_setting_is_missing() -> None:
         assert f"`TWOSTROKE_{name.upper()}`" in table
 
 
+CASES = re.findall(r"^\| (O-\d+) \| [^|]+ \| `([^`]+)` \|$", (ROOT / "docs" / "failures.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize(("case", "test"), CASES, ids=str)
+def test_a_known_case_has_the_test_that_the_page_names(case: str, test: str) -> None:
+    assert re.search(rf"{case}\b", (ROOT / "tests" / test).read_text())
+
+
+def test_every_case_of_held_memory_hangs_crashes_latency_apis_grpc_and_hosts_is_listed() -> None:
+    listed = [int(case.removeprefix("O-")) for case, _ in CASES]
+    assert listed == [number for number in range(25, 84) if number != 60]
+
+
 def test_every_error_has_a_remedy() -> None:
     assert "see the message" not in reference.errors()
 

@@ -29,8 +29,9 @@ from twostroke.bench.fault_plan import KINDS, Fault, break_once, goodput, kind_r
 from twostroke.bench.record import Record
 from twostroke.bench.running import Say
 
-WORKER_FLAGS = ("--reference-step-ms=10", "--reference-token-us=50", "--kv-stall-s=2", "--stall-s=2")
-ROUTER_FLAGS = ("--worker-timeout-s=1.2", "--handoff-timeout-s=5", "--prefill-attempts=6")
+# Steps as slow as those of a large model: one machine has to bear all engines, routers and clients.
+WORKER_FLAGS = ("--reference-step-ms=25", "--reference-token-us=30", "--kv-stall-s=2", "--stall-s=2")
+ROUTER_FLAGS = ("--worker-timeout-s=1", "--handoff-timeout-s=5", "--prefill-attempts=6")
 UNDISTURBED_S = 10.0
 QUIET_S = 5.0
 LOOK_S = 0.1

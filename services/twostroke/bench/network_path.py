@@ -9,9 +9,12 @@ from twostroke.errors import UnavailableError
 
 
 class NetworkPath:
-    """Makes it; `remove` removes it. device: the end here. inside: a command prefix that runs a process at the other
-    end, whose device is `inner`. Raises UnavailableError, with the reason, where the host does not allow it: it takes
-    root, network namespaces and iproute2."""
+    """Makes it; `remove` removes it.
+
+    device: the end here. inside: a command prefix that runs a process at the other end, whose device is `inner` and
+    whose IPv4 address is `inner_host`. Raises UnavailableError, with the reason, where the host does not allow it: it
+    takes root, network namespaces and iproute2.
+    """
 
     def __init__(self) -> None:
         high, low = os.urandom(2)
@@ -21,6 +24,7 @@ class NetworkPath:
         addresses = [
             (f"10.213.{high}.{(low & 0xFC) + end}/30", f"fd00:213:{high:x}:{low:x}::{end}/64") for end in (1, 2)
         ]
+        self.inner_host = addresses[1][0].partition("/")[0]
         try:
             _run("ip", "netns", "add", self._namespace)
             _run("ip", "link", "add", self.device, "type", "veth", "peer", "name", self.inner, "netns", self._namespace)

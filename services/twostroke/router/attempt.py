@@ -256,7 +256,9 @@ class Attempt:
             stroke = self._decode = self._admit(member)
             await asyncio.wait({stroke.over, prefill.ended}, return_when=asyncio.FIRST_COMPLETED)
             if not stroke.over.done():
-                if prefill.broken and not (prefill.has_first_token or stroke.ready.done()):
+                # Decode may have all of the prompt; what it writes is of no use without the first token.
+                needed = not (self._progress.delivered and stroke.ready.done())
+                if prefill.broken and needed and not prefill.has_first_token:
                     await prefill.ended
                 if self._progress.ended:
                     return

@@ -265,9 +265,12 @@ async def test_decode_is_not_held_up_by_prefills_late_end() -> None:
     stage.check_ended()
 
 
-async def test_prefill_lost_before_its_first_token_fails_the_attempt_and_drops_what_was_kept() -> None:
+@pytest.mark.parametrize("has_prompt", [False, True])
+async def test_prefill_lost_before_its_first_token_fails_the_attempt_and_drops_what_was_kept(has_prompt: bool) -> None:
     stage = Stage()
     slot = await stage.started()
+    if has_prompt:
+        slot.owner.prompt_ready(READY, None)
     slot.owner.tokens([8], None, None)
     stage.call.breaks()
     with pytest.raises(TwostrokeError, match="gone"):
@@ -276,7 +279,7 @@ async def test_prefill_lost_before_its_first_token_fails_the_attempt_and_drops_w
     assert stage.progress.failed_on == {"p"}
     assert stage.verdicts == [("p", False)]
     stage.check_ended()
-    assert stage.handoffs.counts()[HandoffState.LOST] == 1
+    assert stage.handoffs.counts()[HandoffState.RELEASED if has_prompt else HandoffState.LOST] == 1
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE])

@@ -80,6 +80,7 @@ class Rig:
 
 
 async def test_the_pool_follows_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O-71."""
     rig = Rig(
         monkeypatch,
         Resolution(frozenset({"127.0.0.1:1"}), ()),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from twostroke.config import WorkerSettings
 from twostroke.engine.base import EngineInfo, EngineLoad, EngineOutput, EngineStep, LinkReport, Stroke
 from twostroke.engine.vllm.handoffs import Failed, Handoffs, News, NixlHandoffs, Received, Source, Started
-from twostroke.engine.vllm.launch import Phases, create_config, prepare_environment, start_client
+from twostroke.engine.vllm.launch import Phases, create_config, is_cpu, prepare_environment, start_client
 from twostroke.engine.vllm.report import Report, take_report, to_change, to_sample
 from twostroke.errors import (
     EngineError,
@@ -80,6 +80,8 @@ class VllmEngine:
             endpoint = await self._handoffs.attach(self._client, self._hear)
         with phases.measure("pin cores"):
             await self._client.collective_rpc_async("twostroke_pin", args=(_core_list(settings.cores),))
+        if is_cpu():
+            await self._client.collective_rpc_async("twostroke_keep_seeds")
         if settings.step_log:
             await self._client.collective_rpc_async("twostroke_log_steps", args=(settings.step_log,))
         layout = kv_layout(self._config, self._handoffs.connector(settings), vllm.__version__)

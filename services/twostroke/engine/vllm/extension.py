@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from twostroke.engine.vllm.generators import rewind_on_cpu
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker class."""
@@ -38,6 +40,10 @@ class WorkerExtension:
             elif "embed" not in name and "lm_head" not in name:
                 others += weight.numel()
         return nbytes, experts, others, torch.get_num_threads()
+
+    def twostroke_keep_seeds(self) -> None:
+        """Makes seeded requests safe whose prompt takes several steps; needed on the CPU only."""
+        rewind_on_cpu(self.model_runner)  # type: ignore[attr-defined]
 
     def twostroke_log_steps(self, path: str) -> None:
         """From now on appends one JSON line per step: tokens, and the monotonic times in seconds at which it began, the
