@@ -9,6 +9,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from twostroke import cli_ask
+from twostroke.cli_ask import Router, end
 from twostroke.errors import ConfigError, TwostrokeError
 
 _PROCESSES = {
@@ -31,9 +33,6 @@ app = typer.Typer(
 model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(model_app, name="model", rich_help_panel="On this machine")
 
-Router = Annotated[
-    str, typer.Option(metavar="HOST:PORT", help="gRPC address of the router; the one that `up` started when empty.")
-]
 ModelName = Annotated[
     str,
     typer.Option(metavar="NAME", help="Folder or hub name; the bundled SmolLM2-135M-Instruct when empty."),
@@ -83,7 +82,7 @@ def up(
     """
     from twostroke.launch import commands
 
-    _end(
+    end(
         commands.up(
             commands.UpFlags(
                 model=model,
@@ -112,7 +111,7 @@ def down(grace_s: Grace = 15) -> None:
     """Ends what `up` started."""
     from twostroke.launch import commands
 
-    _end(commands.down(grace_s))
+    end(commands.down(grace_s))
 
 
 @app.command(rich_help_panel="On this machine")
@@ -124,7 +123,7 @@ def logs(
     """Shows what the processes wrote."""
     from twostroke.launch import commands
 
-    _end(commands.logs(name, follow, lines))
+    end(commands.logs(name, follow, lines))
 
 
 @app.command(rich_help_panel="Any cluster")
@@ -135,7 +134,7 @@ def status(
     """Shows a router's workers, what it waits for and its counters."""
     from twostroke.launch import commands
 
-    _end(commands.status(router, as_json))
+    end(commands.status(router, as_json))
 
 
 @app.command(rich_help_panel="Any cluster")
@@ -148,7 +147,7 @@ def top(
     """Shows the workers, the rates and where the time of every request goes, until Ctrl-C."""
     from twostroke.launch import commands
 
-    _end(commands.top(router, interval_s, limit, once))
+    end(commands.top(router, interval_s, limit, once))
 
 
 @app.command(rich_help_panel="On this machine")
@@ -162,7 +161,7 @@ def certs(
     """Makes a development CA and certificates for routers, workers and clients."""
     from twostroke.launch import commands
 
-    _end(commands.certs(folder, name or [], days))
+    end(commands.certs(folder, name or [], days))
 
 
 @app.command(rich_help_panel="Any cluster")
@@ -176,7 +175,7 @@ def drain(
     """
     from twostroke.launch import commands
 
-    _end(commands.drain(worker, router))
+    end(commands.drain(worker, router))
 
 
 @app.command(rich_help_panel="Any cluster")
@@ -188,23 +187,11 @@ def role(
     """Changes what a worker is sent from now on; what runs there goes on."""
     from twostroke.launch import commands
 
-    _end(commands.role(worker, new_role, router))
+    end(commands.role(worker, new_role, router))
 
 
-@app.command(rich_help_panel="Any cluster")
-def generate(
-    prompt: Annotated[str, typer.Argument(help="A question to a chat model.")],
-    router: Router = "",
-    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Longest answer.")] = 128,
-    raw: Annotated[bool, typer.Option("--raw", help="Go on with the prompt as it is; no chat template.")] = False,
-    tokens: Annotated[bool, typer.Option("--tokens", help="The prompt is token ids, such as '1,2,3'.")] = False,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Show where the time went.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout-s", min=0.1, metavar="SECONDS", help="Deadline.")] = 300,
-) -> None:
-    """Asks a router and prints the answer as it arrives."""
-    from twostroke.launch import commands
-
-    _end(commands.generate(prompt, router, max_tokens, raw, tokens, timeline, timeout_s))
+app.command(rich_help_panel="Any cluster")(cli_ask.generate)
+app.command(rich_help_panel="Any cluster")(cli_ask.explain)
 
 
 @model_app.command("fetch")
@@ -212,7 +199,7 @@ def model_fetch(model: ModelName = "") -> None:
     """Obtains a model and prints its folder."""
     from twostroke.launch import commands
 
-    _end(commands.model_fetch(model))
+    end(commands.model_fetch(model))
 
 
 @app.command(context_settings=_PASS, rich_help_panel="One process", help="Starts a router; see its --help.")
@@ -267,7 +254,7 @@ def claims(
 def _tool(name: str, argv: Sequence[str]) -> NoReturn:
     from twostroke.sim import cli
 
-    _end(cli.run(name, argv))
+    end(cli.run(name, argv))
 
 
 def _process(name: str, argv: Sequence[str]) -> NoReturn:
@@ -297,10 +284,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if not message:  # the help of a group has been printed
             sys.exit(2)
         _fail(prog, f"{message[:1].lower()}{message[1:]}; see {prog} --help", 2)
-
-
-def _end(code: int) -> NoReturn:
-    raise typer.Exit(code)
 
 
 def _fail(prog: str, message: str, code: int) -> NoReturn:

@@ -25,6 +25,8 @@ RoleName = Literal["prefill", "decode", "both"]
 KvConnector = Literal["twostroke", "nixl"]
 KvTransport = Literal["ucx", "nixl"]
 FrontEndKind = Literal["vllm", "plain"]
+PlacementKind = Literal["strict", "all", "one_pool"]
+RolesMode = Literal["off", "advise", "on"]
 LogFormat = Literal["text", "json"]
 Address = Annotated[str, StringConstraints(pattern=r"^.+:\d+$")]
 
@@ -165,6 +167,22 @@ class RouterSettings(_ProcessSettings):
     prefill_queue_tokens: int = Field(
         32768, ge=0, description="Prompt tokens that may wait on a prefill worker; 0 is any number."
     )
+    placement: PlacementKind = Field(
+        "strict",
+        description="Ways that are open: strict, two workers; all, the cheapest of every way; one_pool, whole requests "
+        "on every worker. The next five flags open or close single ones.",
+    )
+    p_then_d: bool | None = Field(None, description="A prefill worker reads, a decode worker writes.")
+    d_alone: bool | None = Field(None, description="A decode worker reads and writes.")
+    p_alone: bool | None = Field(None, description="A prefill worker reads and writes.")
+    lent_decoder: bool | None = Field(None, description="A decode worker reads in small chunks beside its answers.")
+    refuse: bool | None = Field(None, description="Refuse at once what no way is predicted to finish in time.")
+    slo: str = Field(
+        "default=2000/200",
+        description="Classes of requests, separated by commas: name=ms to first token/ms between tokens. The header "
+        "x-twostroke-slo chooses one; requests without it have the class default.",
+    )
+    roles: RolesMode = Field("off", description="Change workers' roles as demand does: off, advise (only says so), on.")
     patience_s: float = Field(
         5.0, ge=0, description="How long requests wait for workers when all of a kind have gone away, before 503."
     )
@@ -257,25 +275,6 @@ def read_file(flag: str, path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from error
-
-
-def locate_model(name: str) -> str:
-    """The absolute path of a model's folder, or a hub name as it is.
-
-    Raises ConfigError for no name, a file, a folder that holds no model, and a path that leads nowhere.
-    """
-    if not name:
-        raise ConfigError("no model; name a folder or a hub name with --model")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError(f"--model {name}: no config.json in it; give a model folder in the Hugging Face layout")
-        return str(path.resolve())
-    if path.exists():
-        raise ConfigError(f"--model {name}: a file; give the folder of a model in the Hugging Face layout")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"--model {name}: no such folder")
-    return name
 
 
 def free_port(host: str, taken: Container[int] = ()) -> int:

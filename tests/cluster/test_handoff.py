@@ -74,7 +74,8 @@ async def test_decode_has_the_blocks_before_prefill_has_finished(slow: Cluster) 
 
 
 async def test_no_decode_memory_is_held_while_a_prompt_queues(slow: Cluster) -> None:
-    first, second = prompt(2000, 2), prompt(1000, 3)
+    """The second is longer, so it does not pass the first."""
+    first, second = prompt(2000, 2), prompt(2400, 3)
     asked = [asyncio.create_task(slow.ask(request(first, 5)))]
     await slow.until(receiving)
     asked.append(asyncio.create_task(slow.ask(request(second, 5))))

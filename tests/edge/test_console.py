@@ -75,6 +75,7 @@ async def test_it_shows_the_cluster_and_nothing_comes_from_elsewhere(watched: Wa
     row = page.locator("#workers tr", has_text="decode-0").locator("td")
     assert (await row.all_text_contents())[:5] == ["decode-0", "decode", "ready", "0", "0"]
     await expect(page.locator("#figures li")).to_have_count(7)
+    await expect(page.locator("#placing")).to_contain_text("Ways open: p_then_d. KV blocks known")
     assert watched.hosts == {str(edge.http.base_url).split("/")[2]}
     assert watched.complaints == []
 

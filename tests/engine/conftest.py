@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from cluster.reference_cluster import free_ports
+from engine.scheduler_rig import Family
 from twostroke.bench.parity.row import MODEL as ROWS_MODEL
 from twostroke.bench.parity.systems import KV_BYTES, Extras, router_args, systems
 from twostroke.bench.stacks import Served
@@ -55,6 +56,20 @@ def model() -> str:
     """Folder of the bundled model, converted if need be."""
     command = [sys.executable, "-m", "twostroke", "model", "fetch"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
+
+
+@pytest.fixture
+def family(model: str, tmp_path: Path) -> Iterator[Callable[..., Family]]:
+    """Makes schedulers; see scheduler_rig.py."""
+    made: list[Family] = []
+
+    def make(*args: int, **more: bool) -> Family:
+        made.append(Family(model, tmp_path, *args, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.handoffs.close()
 
 
 @contextmanager
@@ -135,13 +150,15 @@ async def watch(
     raise AssertionError(f"the watch ended with {view}")
 
 
-def served_by(before: cluster_pb2.WatchResponse, after: cluster_pb2.WatchResponse) -> set[str]:
-    """The workers that computed prompts or wrote tokens between two views."""
-
-    def work(view: cluster_pb2.WatchResponse) -> dict[str, int]:
-        return {w.info.worker_id: w.load.generated_tokens for w in view.workers}
-
-    return {name for name, count in work(after).items() if count != work(before)[name]}
+async def served(grpc: str) -> dict[str, set[str]]:
+    """By request that the router knows: the workers that computed its prompt or wrote its tokens."""
+    async with connect(grpc, RpcSettings()) as channel:
+        stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+        listed = await stub.ListRequests(cluster_pb2.ListRequestsRequest(), timeout=60)
+    return {
+        view.request_id: {view.timeline.prefill_worker_id, view.timeline.decode_worker_id} - {""}
+        for view in listed.requests
+    }
 
 
 def body_of(text: bytes) -> object:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from engine.scheduler_rig import BLOCK, Family, prompt
 
 pytest.importorskip("vllm", reason="the engine is not installed")
 pytestmark = [
@@ -15,143 +15,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # what vLLM's imports warn of is not ours
 ]
-
-BLOCK = 16
-BLOCKS = 24
-
-
-class Family:
-    """A core, with mailboxes in the place of its rank and its main process."""
-
-    def __init__(self, model: str, folder: Path, recompute_tokens: int) -> None:
-        import torch
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        from twostroke.config import WorkerSettings
-        from twostroke.engine.vllm.direct import notes
-        from twostroke.engine.vllm.direct.handoffs import DirectHandoffs
-        from twostroke.engine.vllm.direct.scheduler import HandoffScheduler
-        from twostroke.engine.vllm.launch import create_config
-
-        self.handoffs = DirectHandoffs("w", "e")
-        settings = WorkerSettings(
-            model=model,
-            step_budget_tokens=64,
-            block_size_tokens=BLOCK,
-            max_model_len_tokens=256,
-            kv_recompute_tokens=recompute_tokens,
-            kv_lease_s=1,
-        )
-        config = create_config(settings, self.handoffs.arguments(settings, "w-e"))
-        self.handoffs.adjust(config)
-        config.cache_config.num_gpu_blocks = BLOCKS
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        kv = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-        self.heard: dict[str, queue.SimpleQueue[Any]] = {}
-        box = notes.Mailbox(Path(config.kv_transfer_config.kv_connector_extra_config["folder"]), notes.rank_name(0))
-        self.heard["rank"] = queue.SimpleQueue()
-        box.listen(self.heard["rank"].put, "rank")
-        self.main: list[Any] = []
-        self.handoffs._take = self.main.append  # type: ignore[method-assign]
-        self.scheduler: Any = HandoffScheduler(
-            vllm_config=config,
-            kv_cache_config=kv,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-            log_stats=True,
-        )
-        self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.free = self.pool.get_num_free_blocks()
-        self._next_token = 1000
-
-    def add(self, request_id: str, prompt: list[int], max_tokens: int, **params: Any) -> None:
-        from vllm import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.request import Request
-
-        init_none_hash(sha256)
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
-        hasher = get_request_block_hasher(BLOCK, sha256)
-        self.scheduler.add_request(Request(request_id, prompt, sampling, None, block_hasher=hasher))
-
-    def offer(self, request_id: str, prompt: list[int], max_tokens: int = 1) -> None:
-        self.add(request_id, prompt, max_tokens, **self.handoffs.offer())
-
-    def fetch(self, request_id: str, prompt: list[int], max_tokens: int = 8, *, token_known: bool = False) -> None:
-        from twostroke.v1.kv_pb2 import Handoff
-
-        handoff = Handoff(handoff_id=request_id, tokens=len(prompt), in_progress=True)
-        self.add(request_id, prompt, max_tokens, **self.handoffs.fetch(handoff, token_known=token_known))
-
-    def step(self) -> dict[str, int]:
-        """One step; every request that has its prompt chooses a token. Returns the tokens that were computed."""
-        from vllm.v1.outputs import ModelRunnerOutput
-
-        planned = self.scheduler.schedule()
-        scheduled: dict[str, int] = dict(planned.num_scheduled_tokens)
-        tokens = []
-        for request_id in scheduled:
-            request = self.scheduler.requests[request_id]
-            self._next_token += 1
-            tokens.append([self._next_token] if request.num_computed_tokens >= request.num_tokens else [])
-        ids = list(scheduled)
-        output = ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, tokens)
-        self.scheduler.update_from_output(planned, output)
-        return scheduled
-
-    def tell(self, note: Any) -> None:
-        """As a rank or main would."""
-        self.scheduler.connector.core.inbox.put(note)
-
-    def ended(self, request_id: str, failure: str | None = None, missing: tuple[int, ...] = (), **more: Any) -> None:
-        from twostroke.engine.vllm.direct import notes
-
-        said = {"first_token_id": 7, "corrupt": False, "unusable": False, **more}
-        self.tell(
-            notes.Ended(
-                rank=0, request_id=request_id, nbytes=1, duration_s=0.0, failure=failure, missing=list(missing), **said
-            )
-        )
-
-    def hold(self, request_id: str) -> str:
-        """The name of the hold of a request."""
-        return str(self.scheduler.connector.core.held._holds[request_id].name)
-
-    def rank_heard(self, kind: type) -> Any:
-        """The next note of this kind that the rank got."""
-        while True:
-            note = self.heard["rank"].get(timeout=5)
-            if isinstance(note, kind):
-                return note
-
-    def main_heard(self) -> list[Any]:
-        """What main got."""
-        self.handoffs._take_notes()
-        heard, self.main[:] = list(self.main), []
-        return heard
-
-    def in_use(self) -> int:
-        return int(self.free - self.pool.get_num_free_blocks())
-
-
-@pytest.fixture
-def family(model: str, tmp_path: Path) -> Iterator[Callable[..., Family]]:
-    made: list[Family] = []
-
-    def make(recompute_tokens: int = 64) -> Family:
-        made.append(Family(model, tmp_path, recompute_tokens))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.handoffs.close()
-
-
-def prompt(tokens: int, first: int = 0) -> list[int]:
-    return list(range(first, first + tokens))
 
 
 def test_blocks_are_announced_as_the_steps_complete_them_and_held_after_the_end(

@@ -51,6 +51,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         "logs",
         "model",
         "generate",
+        "explain",
         "router",
         "worker",
     ):
@@ -155,3 +156,9 @@ def test_model_fetch_prints_only_the_folder(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "m" / "config.json").write_text("{}")
     assert run("model", "fetch", "--model", str(tmp_path / "m")) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'm'}\n"
+
+
+@pytest.mark.parametrize("argv", [(), ("a prompt", "--length", "5")])
+def test_explain_wants_a_prompt_or_a_length(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("explain", *argv) == 2
+    assert capsys.readouterr().err == "twostroke explain: give a prompt, or --length N for one of N tokens\n"

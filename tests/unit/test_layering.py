@@ -14,7 +14,7 @@ ALLOWED = {
     "telemetry": set(),
     "rpc": set(),
     "kv": set(),
-    "engine": {"kv"},
+    "engine": {"kv", "policy"},
     "client": {"rpc"},
     "worker": {"engine", "kv", "policy", "rpc", "telemetry", "flags"},
     "router": {"engine", "kv", "policy", "rpc", "telemetry", "flags"},
@@ -28,10 +28,12 @@ ALLOWED = {
     "reference": {"flags"},
     "errors": set(),
     "config": set(),
-    "cli": {"launch", "router", "worker", "bench", "sim"},
+    "model_path": set(),
+    "cli_ask": {"launch"},
+    "cli": {"cli_ask", "launch", "router", "worker", "bench", "sim"},
     "__main__": {"cli"},
 }
-COMMON = {"errors", "config", "v1"}
+COMMON = {"errors", "config", "model_path", "v1"}
 
 # Library -> where it may be imported.
 OUTSIDE = {

@@ -20,6 +20,9 @@ from typing import Protocol
 
 from twostroke.errors import TwostrokeError
 from twostroke.kv.link import LinkReport
+from twostroke.policy.block_hash import BlockHashing
+from twostroke.policy.kv_events import Change
+from twostroke.policy.step_model import LinearStepModel, StepBatch
 from twostroke.v1.engine_pb2 import EngineRequest, Finish, Logprobs, PromptStats
 from twostroke.v1.kv_pb2 import Handoff, KvEndpoint, KvLayout
 
@@ -30,6 +33,7 @@ __all__ = [
     "EngineOutput",
     "EngineStep",
     "LinkReport",
+    "StepSample",
     "Stroke",
 ]
 
@@ -60,6 +64,10 @@ class EngineInfo:
     max_sequences: int
     """Most sequences that one step runs."""
     layout: KvLayout
+    prior: LinearStepModel
+    """What steps are expected to take, before any was seen."""
+    block_hashing: BlockHashing | None = None
+    """How it names blocks that it caches; None where it caches none."""
     start_phases: tuple[tuple[str, float], ...] = ()
     """Parts of the start with their durations in milliseconds, in order."""
     kv_endpoint: KvEndpoint = field(default_factory=KvEndpoint)
@@ -73,6 +81,9 @@ class EngineLoad:
     waiting_requests: int = 0
     running_requests: int = 0
     pending_prompt_tokens: int = 0
+    """Of prompts to be computed here, what is not computed yet."""
+    pending_prompts: int = 0
+    """Prompts that those tokens belong to."""
     used_blocks: int = 0
     """Blocks in use, held ones included; blocks that only cache a prefix are free."""
     held_handoffs: int = 0
@@ -108,11 +119,24 @@ class EngineOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSample:
+    """A step that the engine made."""
+
+    batch: StepBatch
+    duration_s: float
+    """From its beginning, or from the end of the step before if the engine went on at once, to its end."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStep:
     """One step for all requests, and the load after it."""
 
     outputs: list[EngineOutput] = field(default_factory=list)
     load: EngineLoad = field(default_factory=EngineLoad)
+    samples: Sequence[StepSample] = ()
+    """Steps made since the last report: usually one, none where only the load changed."""
+    kv_changes: Sequence[Change] = ()
+    """What happened to its blocks since then, in order. Those of the first report follow an empty cache."""
 
 
 class Engine(Protocol):
@@ -126,11 +150,14 @@ class Engine(Protocol):
         """
         ...
 
-    async def admit(self, request: EngineRequest, stroke: Stroke, handoff: Handoff | None = None) -> None:
+    async def admit(
+        self, request: EngineRequest, stroke: Stroke, handoff: Handoff | None = None, chunk_tokens: int = 0
+    ) -> None:
         """Queues a request. Its outputs come from `next_step`, the last one with `done` set.
 
         handoff is given for DECODE only. One that is in progress is fetched while prefill computes, and brings the
-        first token when the request has none. Raises InvalidRequestError (nothing was queued then), EngineError.
+        first token when the request has none. chunk_tokens: most tokens of its prompt that one step computes, 0 for as
+        many as there is room for. Raises InvalidRequestError (nothing was queued then), EngineError.
         """
         ...
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twostroke.config import WorkerSettings
-from twostroke.engine.base import EngineInfo, EngineLoad, EngineOutput, EngineStep, LinkReport, Stroke
+from twostroke.engine.base import EngineInfo, EngineLoad, EngineOutput, EngineStep, LinkReport, StepSample, Stroke
 from twostroke.engine.fault_plan import EXIT_STATUS, Crash, Exit, FaultPlan, Stall, parse_faults
 from twostroke.engine.reference_admission import sequence_of
 from twostroke.engine.reference_core import Core, Limits
@@ -36,6 +36,8 @@ from twostroke.engine.reference_schedule import Plan, Scheduler
 from twostroke.engine.reference_sequence import Sequence as Request
 from twostroke.errors import ConfigError, EngineError, InvalidRequestError, OverloadedError, WorkerLostError
 from twostroke.kv.shm import SHM_FOLDER, Segment, remove_stale
+from twostroke.policy.block_hash import BlockHashing
+from twostroke.policy.step_model import LinearStepModel
 from twostroke.v1.engine_pb2 import EngineRequest
 from twostroke.v1.kv_pb2 import Handoff, KvEndpoint
 
@@ -50,6 +52,7 @@ class _Step:
     """A planned step. It stays until it is carried out, so that cancelling `next_step` loses nothing."""
 
     plan: Plan
+    begun_s: float
     duration_s: float | None = None
     """None until its faults have happened."""
 
@@ -82,6 +85,7 @@ class ReferenceEngine:
         self._verify = verify
         self._folder = folder
         self._limits = _limits(settings, vocab_size)
+        self._prior = LinearStepModel(settings.reference_step_ms / 1e3, 0.0, 0.0, settings.reference_token_us / 1e6)
         self._faults = FaultPlan(parse_faults(settings.reference_faults))
         self._core: Core | None = None
         self._step: _Step | None = None
@@ -92,6 +96,7 @@ class ReferenceEngine:
         self._stalled_until_s = -math.inf
         self._told = EngineLoad()
         self._asked = 0
+        self._samples: list[StepSample] = []
 
     async def start(self) -> EngineInfo:
         """Makes the KV segment and removes those of dead engines. Raises ConfigError when there is no room for it."""
@@ -118,11 +123,15 @@ class ReferenceEngine:
             step_budget_tokens=settings.step_budget_tokens,
             max_sequences=settings.max_sequences,
             layout=layout(limits.block_size_tokens, limits.vocab_size),
+            prior=self._prior,
+            block_hashing=BlockHashing(limits.block_size_tokens),
             start_phases=(("segment", (time.perf_counter() - begin_s) * 1e3),),
             kv_endpoint=KvEndpoint(addresses=[segment.name.encode()]),
         )
 
-    async def admit(self, request: EngineRequest, stroke: Stroke, handoff: Handoff | None = None) -> None:
+    async def admit(
+        self, request: EngineRequest, stroke: Stroke, handoff: Handoff | None = None, chunk_tokens: int = 0
+    ) -> None:
         """Queues a request.
 
         Raises UnsupportedFieldError, PromptTooLongError or InvalidRequestError for a request that cannot be served,
@@ -145,6 +154,7 @@ class ReferenceEngine:
                 ordinal=self._asked,
                 now_s=self._clock(),
                 early=not self._settings.reference_late,
+                chunk_tokens=chunk_tokens,
             )
         )
         self._wake.set()
@@ -195,7 +205,7 @@ class ReferenceEngine:
             failures = core.receive()
             if self._step is None or not self._step.plan.rows:
                 plan = core.scheduler.plan()
-                self._step = _Step(plan) if plan.rows else None
+                self._step = _Step(plan, self._clock()) if plan.rows else None
             if failures:
                 outputs = failures
             elif self._step is not None:
@@ -206,7 +216,8 @@ class ReferenceEngine:
                 await self._idle(RECEIVE_POLL_S if core.receives else HOLD_POLL_S if len(core.holds) else None)
                 continue
             self._told = core.load()
-            return EngineStep(outputs, self._told)
+            samples, self._samples = self._samples, []
+            return EngineStep(outputs, self._told, samples, core.pool.take_changes())
 
     async def close(self) -> None:
         """Removes the KV segment and ends a waiting `next_step` with EngineError; idempotent."""
@@ -267,7 +278,10 @@ class ReferenceEngine:
         await self._sleep(step.duration_s)
         self._living_core()
         self._step = None
-        return core.carry_out(step.plan)
+        batch = step.plan.batch()
+        outputs = core.carry_out(step.plan)
+        self._samples.append(StepSample(batch, self._clock() - step.begun_s))
+        return outputs
 
     def _enter(self, plan: Plan, number: int) -> float:
         """Lets the faults of the step with this number happen. Returns the step's time in seconds."""
@@ -285,9 +299,7 @@ class ReferenceEngine:
                     self._living_core()
                 case Exit():
                     os._exit(EXIT_STATUS)
-        settings = self._settings
-        step_s = settings.reference_step_ms / 1e3 + settings.reference_token_us * plan.prompt_tokens() / 1e6
-        return step_s * self._faults.slowness()
+        return self._prior.step_s(plan.batch()) * self._faults.slowness()
 
 
 def _limits(settings: WorkerSettings, vocab_size: int) -> Limits:

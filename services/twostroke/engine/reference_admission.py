@@ -8,6 +8,7 @@ from twostroke.engine.reference_handoff import check_handoff
 from twostroke.engine.reference_rules import Rules, rules_of
 from twostroke.engine.reference_sequence import Sequence
 from twostroke.errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError
+from twostroke.policy.block_hash import KvIdentity
 from twostroke.v1.engine_pb2 import EngineRequest
 from twostroke.v1.kv_pb2 import Handoff
 
@@ -21,8 +22,10 @@ def sequence_of(
     ordinal: int,
     now_s: float,
     early: bool,
+    chunk_tokens: int,
 ) -> Sequence:
     """A sequence that has not run. early: offer a prompt that is read for another worker from its first step on.
+    chunk_tokens: see Engine.admit.
 
     Raises UnsupportedFieldError, PromptTooLongError, InvalidRequestError.
     """
@@ -43,7 +46,8 @@ def sequence_of(
         ordinal=ordinal,
         stroke=stroke,
         rules=rules,
-        salt=request.cache_salt if request.HasField("cache_salt") else None,
+        identity=KvIdentity(salt=request.cache_salt if request.HasField("cache_salt") else None),
+        chunk_tokens=chunk_tokens,
         order=(request.priority, ordinal),
         prompt_tokens=len(prompt),
         tokens=tokens,

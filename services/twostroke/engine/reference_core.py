@@ -99,10 +99,12 @@ class Core:
     def load(self) -> EngineLoad:
         """Where the engine stands now."""
         counters = self.counters
+        pending = [sequence.pending_prompt_tokens for sequence in self.sequences.values()]
         return EngineLoad(
             waiting_requests=len(self.scheduler.waiting) + len(self.scheduler.receiving),
             running_requests=len(self.scheduler.running),
-            pending_prompt_tokens=sum(sequence.pending_prompt_tokens for sequence in self.sequences.values()),
+            pending_prompt_tokens=sum(pending),
+            pending_prompts=sum(tokens > 0 for tokens in pending),
             used_blocks=self.pool.used_blocks,
             held_handoffs=len(self.holds),
             held_blocks=self.holds.blocks,

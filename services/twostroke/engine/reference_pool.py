@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from twostroke.engine.reference_kv import KINDS, LAYERS
 from twostroke.kv.shm import Segment, Words
+from twostroke.policy.kv_events import Change, Removed, Stored
 
-PrefixKey = tuple[str | None, int, int]
-"""Cache salt, index of the block in the sequence, digest at the block's last position."""
+PrefixKey = bytes
+"""The block's hash; see policy/block_hash.py."""
 
 
 class BlockPool:
@@ -29,6 +30,7 @@ class BlockPool:
         self._block_of: dict[PrefixKey, int] = {}
         self._key_of: dict[int, PrefixKey] = {}
         self._generation = 0
+        self._changes: list[Change] = []
 
     @property
     def free_blocks(self) -> int:
@@ -88,13 +90,20 @@ class BlockPool:
                 self._free[block] = None
                 self._free.move_to_end(block, last=block in self._key_of)
 
-    def publish(self, key: PrefixKey, block: int) -> None:
-        """Offers a full block to other requests, unless another one is on offer for the same key."""
-        if self._block_of.setdefault(key, block) == block:
+    def publish(self, key: PrefixKey, block: int, parent: PrefixKey | None) -> None:
+        """Offers a full block to other requests, unless one is on offer for the same key. parent: the key before it."""
+        if self._block_of.setdefault(key, block) == block and block not in self._key_of:
             self._key_of[block] = key
+            self._changes.append(Stored((key,), parent))
 
     def forget(self, block: int) -> None:
         """Stops offering a block."""
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key]
+            self._changes.append(Removed((key,)))
+
+    def take_changes(self) -> list[Change]:
+        """What is on offer that was not, and the reverse, since the last call."""
+        changes, self._changes = self._changes, []
+        return changes

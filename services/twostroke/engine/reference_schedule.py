@@ -5,10 +5,13 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import attrgetter
 
 from twostroke.engine.reference_pool import BlockPool
 from twostroke.engine.reference_sequence import Sequence
+from twostroke.policy.step_model import StepBatch, chunk_pairs
+from twostroke.policy.turns import divide
 
 _BY_ORDER = attrgetter("order")
 
@@ -30,13 +33,21 @@ class Plan:
         if tokens is not None:
             self.budget += max(1, tokens)
 
-    def prompt_tokens(self) -> int:
-        """Tokens that count as prompt in the step's time: all but those of decoding sequences."""
-        return sum(tokens for sequence, tokens in self.rows.items() if not sequence.decoding)
+    def batch(self) -> StepBatch:
+        """What the step computes; before it is carried out. All but decoding sequences' tokens count as prompt."""
+        chunks = [(sequence, tokens) for sequence, tokens in self.rows.items() if tokens and not sequence.decoding]
+        others = [sequence for sequence, tokens in self.rows.items() if not tokens or sequence.decoding]
+        return StepBatch(
+            sequences=len(others),
+            context_tokens=sum(len(sequence.tokens) for sequence in others),
+            prefill_tokens=sum(tokens for _, tokens in chunks),
+            prefill_pairs=sum(chunk_pairs(sequence.computed, tokens) for sequence, tokens in chunks),
+            prefill_chunks=len(chunks),
+        )
 
 
 class Scheduler:
-    """Continuous batching: decoding sequences first, then begun prompts, then waiting ones, by priority and arrival.
+    """Continuous batching: what needs one token first, then prompts, which share the step by `turns.divide`.
 
     A waiting sequence starts when blocks for all its tokens are free; they are taken chunk by chunk, but all at once
     for what is handed over while it is computed, and for what is fetched, which runs when all of it has come. When a
@@ -60,6 +71,10 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
+        if not sequence.handoff:
+            full = sequence.reusable_tokens() // self._pool.block_size_tokens
+            cached = self._pool.cached(sequence.prefix_keys(self._pool.block_size_tokens, 0, full))
+            sequence.expected_cached_tokens = len(cached) * self._pool.block_size_tokens
         insort(self.waiting, sequence, key=_BY_ORDER)
 
     def remove(self, sequence: Sequence) -> None:
@@ -80,16 +95,28 @@ class Scheduler:
             if len(self.running) < self._max_sequences:
                 self.receiving.remove(sequence)
                 insort(self.running, sequence, key=_BY_ORDER)
-        for decoding in (True, False):
-            for sequence in [running for running in self.running if running.decoding is decoding]:
-                tokens = min(sequence.missing, plan.budget)
-                if plan.budget and self._grow(sequence, tokens, plan):
-                    plan.add(sequence, tokens)
-        while self.waiting and len(self.running) < self._max_sequences and plan.budget:
-            if self.waiting[0].handoff or not self._start(self.waiting[0], plan):
-                break
-            insort(self.running, self.waiting.pop(0), key=_BY_ORDER)
+        for sequence in [running for running in self.running if running.missing <= 1]:
+            if plan.budget and self._grow(sequence, sequence.missing, plan):
+                plan.add(sequence, sequence.missing)
+        self._plan_prompts(plan)
         return plan
+
+    def _plan_prompts(self, plan: Plan) -> None:
+        # What is to be fetched keeps its place: nothing that came later starts while it waits for blocks.
+        waiting = takewhile(lambda each: not each.handoff, self.waiting)
+        there = sorted([*(running for running in self.running if running.missing > 1), *waiting], key=_BY_ORDER)
+        prompts = [each.prompt(self._pool.block_size_tokens) for each in there]
+        places = self._max_sequences - len(self.running)
+        # Those that run are to find the memory that they need yet.
+        needed = sum(self._pool.blocks_for(len(each.tokens)) - len(each.blocks) for each in there if each.blocks)
+        for index, tokens in divide(prompts, plan.budget, places, self._pool.free_blocks - needed):
+            sequence = there[index]
+            if prompts[index].blocks is None:
+                if tokens and self._grow(sequence, tokens, plan):
+                    plan.add(sequence, tokens)
+            elif tokens and self._start(sequence, plan, tokens):
+                self.waiting.remove(sequence)
+                insort(self.running, sequence, key=_BY_ORDER)
 
     def _grow(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
         """Blocks for so many more tokens; False when the sequence itself had to give way, now or before."""
@@ -116,7 +143,7 @@ class Scheduler:
         self._pool.give_back(sequence.blocks)
         sequence.blocks = []
 
-    def _start(self, sequence: Sequence, plan: Plan) -> bool:
+    def _start(self, sequence: Sequence, plan: Plan, tokens: int = 0) -> bool:
         pool = self._pool
         full = sequence.reusable_tokens() // pool.block_size_tokens
         cached = pool.cached(sequence.prefix_keys(pool.block_size_tokens, 0, full))
@@ -128,7 +155,7 @@ class Scheduler:
         if not sequence.reported:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
             sequence.computed_tokens = 0
-        tokens = min(sequence.missing, plan.budget)
+        tokens = min(sequence.missing, tokens)
         at_once = sequence.early or sequence.handoff
         needed = pool.blocks_for(len(sequence.tokens) if at_once else sequence.computed + tokens)
         sequence.blocks = [*cached, *pool.take(needed - len(cached))]

@@ -9,6 +9,8 @@ from twostroke.engine.reference_kv import digests
 from twostroke.engine.reference_pool import PrefixKey
 from twostroke.engine.reference_rules import Rules
 from twostroke.kv.shm import Words
+from twostroke.policy.block_hash import KvIdentity, block_hashes
+from twostroke.policy.turns import Prompt
 from twostroke.v1.engine_pb2 import PromptStats
 from twostroke.v1.kv_pb2 import Handoff
 
@@ -22,7 +24,9 @@ class Sequence:
     """The how-manieth request the engine was asked to admit, counted from 1."""
     stroke: Stroke
     rules: Rules
-    salt: str | None
+    identity: KvIdentity
+    chunk_tokens: int
+    """Most tokens of it that one step computes, before it writes; 0 is no limit."""
     order: tuple[int, int]
     """Priority, then arrival: lower runs earlier."""
     prompt_tokens: int
@@ -33,9 +37,13 @@ class Sequence:
     """KV still to be fetched."""
     early: bool = False
     """Its prompt is offered from the first step on, so it takes all its blocks at once."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Of its full blocks, as far as they were asked for."""
     digests: Words = field(init=False)
     """Digests of the tokens that were there when computing began, or began again."""
     blocks: list[int] = field(default_factory=list)
+    expected_cached_tokens: int = 0
+    """Found in the prefix cache when it came."""
     fetch_from: int = 0
     """Blocks before this one were in the prefix cache."""
     computed: int = 0
@@ -81,8 +89,10 @@ class Sequence:
 
     def prefix_keys(self, block_size_tokens: int, start: int, stop: int) -> list[PrefixKey]:
         """Keys of the full blocks start to stop."""
-        last = self.digests[(start + 1) * block_size_tokens - 1 : stop * block_size_tokens : block_size_tokens]
-        return [(self.salt, start + index, digest) for index, digest in enumerate(last.tolist())]
+        if len(self.hashes) < stop:
+            tokens = self.tokens[: stop * block_size_tokens]
+            self.hashes = block_hashes(tokens, block_size_tokens, self.identity, known=self.hashes)
+        return self.hashes[start:stop]
 
     def reusable_tokens(self) -> int:
         """Leading tokens that may come from the prefix cache."""
@@ -92,6 +102,17 @@ class Sequence:
             return self.prompt_tokens
         # The last prompt token is always computed, so that every hold ends in a block of its own.
         return len(self.tokens) - 1 if self.reported else self.prompt_tokens - 1
+
+    def prompt(self, block_size_tokens: int) -> Prompt:
+        """Its place among those that have more than one token to compute. It must hold no blocks while it waits."""
+        left = self.missing - (0 if self.blocks else self.expected_cached_tokens)
+        return Prompt(
+            left,
+            self.chunk_tokens,
+            self.order[0],
+            resumed=self.reported,
+            blocks=None if self.blocks else -(-left // block_size_tokens),
+        )
 
     def restart(self) -> None:
         """Forgets all KV, for a sequence whose blocks were taken away; its tokens stay."""

@@ -53,8 +53,7 @@ def compute_decodes(sequences: Rows[Sequence], pool: BlockPool) -> list[int]:
         sequence.digest = digest
         sequence.mixture = mixed
         if sequence.computed % size == 0:
-            index = sequence.computed // size - 1
-            pool.publish((sequence.salt, index, digest), sequence.blocks[index])
+            publish_full_blocks(sequence, sequence.computed // size - 1, sequence.computed // size, pool)
     chosen: list[int] = hashes.tolist()
     return chosen
 
@@ -67,9 +66,9 @@ def read_kv(blocks: Rows[int], tokens: int, pool: BlockPool) -> Words:
 
 def publish_full_blocks(sequence: Sequence, start: int, stop: int, pool: BlockPool) -> None:
     """Offers the full blocks start to stop to other requests."""
-    keys = sequence.prefix_keys(pool.block_size_tokens, start, stop)
-    for key, block in zip(keys, sequence.blocks[start:stop], strict=True):
-        pool.publish(key, block)
+    keys = sequence.prefix_keys(pool.block_size_tokens, 0, stop)
+    for index in range(start, stop):
+        pool.publish(keys[index], sequence.blocks[index], keys[index - 1] if index else None)
 
 
 def _words(values: list[int]) -> Words:

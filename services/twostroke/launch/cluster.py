@@ -15,6 +15,8 @@ from twostroke.rpc.status import to_error
 from twostroke.v1.cluster_pb2 import (
     ClusterServiceDrainRequest,
     ClusterServiceSetRoleRequest,
+    ExplainRequest,
+    ExplainResponse,
     ListRequestsRequest,
     RequestView,
     WatchRequest,
@@ -97,6 +99,16 @@ async def set_role(target: str, worker: str, role: Role.ValueType, timeout_s: fl
         except grpc.aio.AioRpcError as error:
             raise unreachable(target, error) from error
     return done.previous_role
+
+
+async def explain(target: str, request: ExplainRequest, timeout_s: float) -> ExplainResponse:
+    """Where a request would go now. Raises what the router raised."""
+    client = load(ClientSettings)
+    async with connect(target, client.rpc) as channel:
+        try:
+            return await ClusterServiceStub(channel).Explain(request, timeout=timeout_s, metadata=client.metadata())
+        except grpc.aio.AioRpcError as error:
+            raise unreachable(target, error) from error
 
 
 def unreachable(target: str, error: grpc.aio.AioRpcError) -> TwostrokeError:

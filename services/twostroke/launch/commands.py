@@ -22,6 +22,7 @@ from twostroke.launch import top as topping
 from twostroke.launch import up as launching
 from twostroke.launch.board import Board, say
 from twostroke.launch.state import RunDir
+from twostroke.v1.cluster_pb2 import ExplainRequest
 from twostroke.v1.inference_pb2 import GenerateRequest
 from twostroke.v1.worker_pb2 import ROLE_BOTH, ROLE_DECODE, ROLE_PREFILL
 
@@ -225,6 +226,30 @@ def generate(
     sys.stdout.write("\n")
     if show_timeline:
         sys.stdout.write("\n".join(["", *timeline.render(last.timeline, last.usage), ""]))
+    return 0
+
+
+def explain(
+    prompt: str,
+    router: str,
+    tokens: bool,
+    length: int,
+    max_tokens: int | None,
+    slo: str,
+    priority: int,
+    deadline_s: float,
+) -> int:
+    """Prints where a request would go and why. Raises ConfigError for no prompt, and what the router raised."""
+    if bool(prompt) == bool(length):
+        raise ConfigError("give a prompt, or --length N for one of N tokens")
+    request = ExplainRequest(max_tokens=max_tokens, slo=slo, priority=priority, deadline_ms=round(deadline_s * 1000))
+    if length:
+        request.prompt_tokens = length
+    elif tokens:
+        request.tokens.token_ids.extend(_token_ids(prompt))
+    else:
+        request.text = prompt
+    sys.stdout.write(asyncio.run(cluster.explain(router_address(router), request, _STATUS_TIMEOUT_S)).text + "\n")
     return 0
 
 

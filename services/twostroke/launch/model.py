@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from twostroke.config import cache_dir, child_environment, locate_model
+from twostroke.config import cache_dir, child_environment
 from twostroke.errors import ConfigError
+from twostroke.model_path import locate_model
 
 BUNDLED = "SmolLM2-135M-Instruct"
 _NAMES = ("", "smollm2", BUNDLED.lower())

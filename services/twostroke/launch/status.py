@@ -33,10 +33,17 @@ def show(console: Console, router: str, view: WatchResponse, local: RunState | N
     for worker in _workers(view):
         if worker.detail:
             say(console, f"{worker.info.worker_id or worker.address}: {worker.detail}")
+    for worker in _workers(view):
+        if worker.steps.observed:
+            say(console, prediction_line(worker))
     for pair in view.refused_pairs:
         say(console, f"refused: {pair.prefill_worker_id} to {pair.decode_worker_id}: {pair.reason}", "red")
     for link in view.links:
         say(console, link_line(link), "red" if link.state == LINK_STATE_QUARANTINED else "")
+    if view.HasField("role_advice"):
+        say(console, f"roles: {view.role_advice.why}")
+    if view.ways:
+        say(console, f"ways open: {', '.join(view.ways)}; KV blocks known in prefix caches: {view.known_blocks}")
     say(console, _counters(view))
     for record in local.processes if local is not None else ():
         if record.exit:
@@ -90,6 +97,15 @@ def _row(worker: WorkerView) -> tuple[Text | str, ...]:
         f"{load.used_blocks}/{info.total_blocks}" if known and loaded else "",
         f"{load.held_handoffs} ({load.held_blocks} blocks)" if loaded else "",
         str(worker.router_requests),
+    )
+
+
+def prediction_line(worker: WorkerView) -> str:
+    """What is predicted of a worker's steps, in one line."""
+    steps = worker.steps
+    return (
+        f"steps of {worker.info.worker_id}: {steps.decode_ms:.2f} ms with one answer, {steps.prefill_token_us:.1f} us "
+        f"per prompt token; error {steps.error:.1%} after {steps.observed}, {steps.set_aside} not believed"
     )
 
 

@@ -158,7 +158,8 @@ class AdmissionQueue:
 
     def start(self, now_s: float, try_start: Callable[[Entry], bool]) -> list[Entry]:
         """Starts what can start now, in order. try_start places a request and carries the plan out; it returns whether
-        there was room. One that finds none is passed by others, until it has waited for settings.patience_s."""
+        there was room. One that finds none is passed by others, until it has waited for settings.patience_s; one that
+        it cancels is gone."""
         started: list[Entry] = []
         tries = self._settings.tries
         passed: set[str] = set()
@@ -168,6 +169,8 @@ class AdmissionQueue:
                 started.append(entry)
                 continue
             tries -= 1
+            if entry.request_id not in self._queued:
+                continue
             passed.add(entry.request_id)
             if now_s - entry.arrived_s > self._settings.patience_s:
                 break

@@ -8,8 +8,25 @@ import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-DEFAULT_SEED = "vllm-none-hash"
-"""vLLM's own, where its workers run without PYTHONHASHSEED; else that variable's value."""
+ALGORITHM = "sha256"
+"""The only one that is computed here: vLLM's default."""
+
+
+def _sha256(content: object) -> bytes:
+    return hashlib.sha256(pickle.dumps(content, protocol=5)).digest()
+
+
+DEFAULT_ROOT = _sha256("vllm-none-hash")
+"""What vLLM takes for the parent of a prompt's first block, where its workers run without PYTHONHASHSEED."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHashing:
+    """How an engine names its blocks. block_size_tokens: tokens per hash. root: the parent of first blocks."""
+
+    block_size_tokens: int
+    root: bytes = DEFAULT_ROOT
+    algorithm: str = ALGORITHM
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +51,25 @@ PLAIN = KvIdentity()
 
 
 def block_hashes(
-    token_ids: Sequence[int], block_size_tokens: int, identity: KvIdentity = PLAIN, seed: str = DEFAULT_SEED
+    token_ids: Sequence[int],
+    block_size_tokens: int,
+    identity: KvIdentity = PLAIN,
+    root: bytes = DEFAULT_ROOT,
+    known: Sequence[bytes] = (),
 ) -> list[bytes]:
     """One hash of 32 bytes per full block of a prompt, as vLLM computes them with its default algorithm, sha256.
 
-    token_ids are plain Python ints. The time is proportional to the prompt: about 3 us per block of 16 tokens.
+    token_ids are plain Python ints. known: the hashes of its first blocks, as far as they were computed before. The
+    time is proportional to the rest: about 3 us per block of 16 tokens.
     """
-    parent = _sha256(seed)
-    found = []
+    found = list(known)
+    parent = found[-1] if found else root
     simple = identity == PLAIN
-    for start in range(0, len(token_ids) - block_size_tokens + 1, block_size_tokens):
+    for start in range(len(found) * block_size_tokens, len(token_ids) - block_size_tokens + 1, block_size_tokens):
         extra = None if simple else tuple(_extra_keys(identity, start, start + block_size_tokens)) or None
         parent = _sha256((parent, tuple(token_ids[start : start + block_size_tokens]), extra))
         found.append(parent)
     return found
-
-
-def _sha256(content: object) -> bytes:
-    return hashlib.sha256(pickle.dumps(content, protocol=5)).digest()
 
 
 def _extra_keys(identity: KvIdentity, start: int, end: int) -> Iterator[tuple[object, ...]]:

@@ -58,6 +58,10 @@ class Breakers(Generic[K]):
         self._settings = settings or BreakerSettings()
         self._breakers: dict[K, _Breaker] = {}
 
+    def __len__(self) -> int:
+        """Keys that failed and have not worked since."""
+        return len(self._breakers)
+
     def failed(self, key: K, now_s: float) -> bool:
         """Something failed for which the key is to blame. Returns whether this opened its breaker.
 

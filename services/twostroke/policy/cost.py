@@ -8,6 +8,9 @@ from twostroke.policy.snapshot import DEFAULT_LINK, LinkSnapshot, PlacementReque
 from twostroke.policy.step_model import StepBatch, chunk_pairs
 from twostroke.policy.terms import NO_KV, Kv, Reading, Terms, Writing, terms_of
 
+MANY = 64
+"""Answers of a worker that does not say how many it can write."""
+
 
 class Costing:
     """Costs ways to serve one request."""
@@ -83,7 +86,9 @@ class Costing:
         ttft_s = queue_s + run_s
         ttft_cost = self.strain(ttft_s / request.slo.ttft_s)
         disturbed = self._stalled(worker, terms, steps, step_s) if terms.answers else 0.0
-        fits = terms.room_tokens >= request.prompt_tokens
+        fits = terms.room_tokens >= request.prompt_tokens and not (
+            worker.max_sequences and worker.running_sequences >= worker.max_sequences
+        )
         if self.options.wait and (window := self.limits.prefill_window_tokens):
             pending = worker.pending_prompt_tokens
             fits = fits and not (pending and pending + tokens > window)
@@ -217,6 +222,7 @@ class Costing:
             and reading.fits
             and (ttft_s <= self.limits.long_prompt_s or self._may_promise(writing.worker, writing.needed_blocks)),
             reading.avoided or writing.avoided,
+            self.weights.crowd * writing.worker.running_sequences / (writing.worker.max_sequences or MANY),
         )
 
     def alone(self, option: Option, reading: Reading, writing: Writing) -> Estimate:

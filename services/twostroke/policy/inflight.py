@@ -64,10 +64,14 @@ class _Request:
 
 class InFlight:
     """Everything that one router has in flight, by worker. Ids that are unknown or over are ignored, so that whoever
-    learns of an end may say so."""
+    learns of an end may say so.
 
-    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+    slo: the class of what may come to a worker that has nothing.
+    """
+
+    def __init__(self, limits: Limits = DEFAULT_LIMITS, slo: Slo = DEFAULT_SLO) -> None:
         self._limits = limits
+        self._slo = slo
         self._workers: dict[str, _Worker] = {}
         self._requests: dict[str, _Request] = {}
 
@@ -190,7 +194,7 @@ class InFlight:
             context_tokens=state.context_tokens,
             free_blocks=max(0, free - state.promised_blocks - unseen_blocks - growth_blocks),
             promised_long_blocks=state.promised_long_blocks,
-            slo=min((slo for slo, count in state.slos.items() if count > 0), key=_tightness, default=DEFAULT_SLO),
+            slo=min((slo for slo, count in state.slos.items() if count > 0), key=_tightness, default=self._slo),
         )
         return state.snapshot
 

@@ -30,17 +30,21 @@ class Cleared:
     """A worker dropped all its blocks."""
 
 
+Change = Stored | Removed | Cleared
+
+
 @dataclass(frozen=True, slots=True)
 class KvEvents:
     """What happened to a worker's blocks, in order.
 
-    sequence: one more than that of the batch before; a worker's first after its start is 0.
+    sequence: one more than that of the batch before, and of a snapshot that of the last change in it; a worker's first
+        after its start is 0.
     snapshot: the changes are all that the worker holds now; what was known is dropped.
     """
 
     epoch: str
     sequence: int
-    changes: Sequence[Stored | Removed | Cleared] = ()
+    changes: Sequence[Change] = ()
     snapshot: bool = False
 
 

@@ -99,6 +99,10 @@ class WorkerModel:
         None before the first. Steps set aside are not in it."""
         return self._error
 
+    def knows(self, kind: int) -> bool:
+        """Whether steps of a kind, WITHOUT_PROMPT or WITH_PROMPT, were seen often enough to say something of them."""
+        return len(self._kinds[kind].first) > WARM_UP // 2
+
     def observe(self, batch: StepBatch, step_s: float) -> bool:
         """Learns from a step. Returns whether it was believed. Empty batches and times of 0 teach nothing."""
         if batch.sequences + batch.prefill_tokens == 0 or step_s <= 0:

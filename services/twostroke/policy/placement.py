@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
 from twostroke.errors import NoWorkerError
-from twostroke.policy.cost import Costing, needed_blocks
+from twostroke.policy.cost import MANY, Costing, needed_blocks
 from twostroke.policy.plan import STRICT, Estimate, Limits, Option, Options, Plan, Weights
 from twostroke.policy.snapshot import ClusterSnapshot, PlacementRequest, WorkerSnapshot
 from twostroke.policy.step_model import StepBatch, chunk_pairs
@@ -23,6 +23,8 @@ DEFAULT_WEIGHTS = Weights()
 DEFAULT_LIMITS = Limits()
 ROUNDING = 1e-9
 """By how much the least that a way may cost can be off (Costing.least_reading, least_writing)."""
+COST_DIGITS = 4
+"""Costs that differ beyond them are alike, and the names decide."""
 _WORST, _BEST = (True, True), (False, False)
 _READERS, _WRITERS, _WHOLE_ON_PREFILL, _WHOLE_ON_DECODE = range(4)
 _first = itemgetter(0)
@@ -70,7 +72,8 @@ def place(
 
 
 def _rank(estimate: Estimate) -> tuple[object, ...]:
-    return estimate.avoided, not estimate.fits, estimate.cost, estimate.prefill, estimate.decode
+    cost = round(estimate.cost + estimate.crowding, COST_DIGITS)
+    return estimate.avoided, not estimate.fits, cost, estimate.prefill, estimate.decode
 
 
 def _best_of_each(costing: Costing, snapshot: ClusterSnapshot, options: Options) -> Iterator[Estimate]:
@@ -188,7 +191,8 @@ def _worth(best: Estimate | None) -> tuple[tuple[bool, bool], float]:
     """(flags, cost) of an estimate; what costs more and has no better flags cannot replace it, roundings included."""
     if best is None:
         return _WORST, math.inf
-    return (best.avoided, not best.fits), best.cost + ROUNDING * (1 + abs(best.cost))
+    cost = best.cost + best.crowding
+    return (best.avoided, not best.fits), cost + 10**-COST_DIGITS + ROUNDING * (1 + abs(cost))
 
 
 def _flags(reading: Reading, writing: Writing) -> tuple[bool, bool]:
@@ -234,6 +238,7 @@ class _Shortlists:
         costing = self._costing
         request, options, weights = costing.request, costing.options, costing.weights
         breach, tail, lost = weights.breach, weights.tail, weights.lost
+        crowd = weights.crowd
         cached_tokens, avoid = request.cached_tokens, request.avoid
         prompt_tokens, answer_tokens = request.prompt_tokens, max(1, request.expected_output_tokens)
         answer_context = prompt_tokens + answer_tokens // 2
@@ -256,7 +261,7 @@ class _Shortlists:
                 continue
             terms = worker.terms or terms_of(worker)
             write_s = terms.base_s + terms.slope_s * (worker.context_tokens + answer_context)
-            write = write_s * per_itl
+            write = write_s * per_itl + crowd * answers / (worker.max_sequences or MANY)
             last = avoided or prompt_tokens + answer_tokens >= terms.room_tokens
             if not writes:
                 on_prefill.append((last, read + write, name, worker))

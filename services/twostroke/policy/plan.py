@@ -59,6 +59,8 @@ class Weights:
     late: cost of being late by as much as the whole deadline.
     prompt_share: share of an answer's steps that are expected to hold prompts too where prompts are ordinary: on
         workers of role prefill and both.
+    crowd: what a way is ranked lower by when all places of its writer are taken, and proportionally less before: what
+        a batch costs that was never seen is uncertain, and equal workers share the answers.
     refuse_margin: share of the deadline by which every way must be late for a request to be refused: predictions err.
     """
 
@@ -67,6 +69,7 @@ class Weights:
     tail: float = 0.01
     late: float = 100.0
     prompt_share: float = 0.5
+    crowd: float = 0.05
     refuse_margin: float = 0.1
 
 
@@ -123,6 +126,8 @@ class Estimate(NamedTuple):
     """Whether there is KV room and a free place for the answer."""
     avoided: bool
     """Whether it uses a worker that failed this request before."""
+    crowding: float = 0.0
+    """By which it is ranked lower, since its writer has answers already; see Weights.crowd."""
 
     @property
     def cost(self) -> float:

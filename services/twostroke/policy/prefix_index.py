@@ -61,6 +61,10 @@ class PrefixIndex:
         """Blocks known."""
         return len(self._runs)
 
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        """Whether a block is known, of whatever worker."""
+        return key(block_hash) in self._runs
+
     @property
     def cost_bytes(self) -> int:
         """Memory in use, about."""

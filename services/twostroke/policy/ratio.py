@@ -29,6 +29,7 @@ class RatioSettings:
 
     gain: share of requests that must be won. hold_s: for how long that must be so. dwell_s: between the end of a flip
     and the next one's beginning. drain_s: how long a worker may go on with its old work before its role is set.
+    both: whether workers may become both; not where placement lets none serve a whole request.
     """
 
     mode: Mode = Mode.ADVISE
@@ -36,6 +37,7 @@ class RatioSettings:
     hold_s: float = 30.0
     dwell_s: float = 120.0
     drain_s: float = 120.0
+    both: bool = True
 
 
 class Do(Enum):
@@ -85,7 +87,7 @@ class RoleController:
             return self._go_on(self._flip, members, now_s)
         now = split_of(members)
         predictor = Predictor(members[0], demand)
-        best, share = best_split(now, predictor)
+        best, share = best_split(now, predictor, both=self._settings.both)
         here = predictor.share(now)
         why = f"{now} meets the SLO for {here:.1%} of {demand.requests_per_s:.2g} requests/s, {best} for {share:.1%}"
         if share - here < self._settings.gain:
@@ -146,19 +148,21 @@ FEW = 8
 """Up to so many workers all splits are compared; beyond, those with roles of two kinds."""
 
 
-def _splits(now: Split) -> Iterator[Split]:
+def _splits(now: Split, *, both: bool) -> Iterator[Split]:
     count = now.prefill + now.decode + now.both
-    for both in range(count + 1) if count <= FEW else sorted({0, now.both, count}):
-        rest = count - both
+    mixed = range(count + 1) if count <= FEW else sorted({0, now.both, count})
+    for both_now in mixed if both else [now.both]:
+        rest = count - both_now
         for prefill in range(rest + 1):
-            split = Split(prefill, rest - prefill, both)
+            split = Split(prefill, rest - prefill, both_now)
             if rest == 0 or (split.prefill and split.decode):
                 yield split
 
 
-def best_split(now: Split, predictor: Predictor) -> tuple[Split, float]:
-    """The split that meets most SLOs, and the share; among equals the one that takes the fewest flips."""
-    shares = {split: predictor.share(split) for split in {*_splits(now), now}}
+def best_split(now: Split, predictor: Predictor, *, both: bool = True) -> tuple[Split, float]:
+    """The split that meets most SLOs, and the share; among equals the one that takes the fewest flips. both: whether
+    others may become both."""
+    shares = {split: predictor.share(split) for split in {*_splits(now, both=both), now}}
 
     def flips(split: Split) -> int:
         return abs(split.prefill - now.prefill) + abs(split.decode - now.decode) + abs(split.both - now.both)

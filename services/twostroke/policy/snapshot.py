@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from twostroke.policy.step_model import LinearStepModel, StepModel
@@ -120,3 +120,15 @@ class PlacementRequest:
     """Lower runs earlier."""
     tenant: str = ""
     """Whose share of the cluster this request uses."""
+
+
+def with_prompt_on(source: str, snapshot: ClusterSnapshot, tried: Iterable[str] = ()) -> ClusterSnapshot:
+    """The cluster for an answer whose prompt a worker has taken already. tried: those that are not to write it."""
+    workers = [
+        replace(worker, reads_prompts=True, pending_prompt_tokens=0, free_blocks=worker.total_blocks)
+        if worker.worker == source
+        else replace(worker, reads_prompts=False)
+        for worker in snapshot.workers
+    ]
+    refused = snapshot.refused_pairs | {(source, worker) for worker in tried}
+    return replace(snapshot, workers=workers, refused_pairs=refused)

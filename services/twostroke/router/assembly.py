@@ -75,6 +75,7 @@ class Router:
                 tasks = [
                     group.create_task(self.dispatcher.pool.run(max_model_len_tokens), name="workers"),
                     group.create_task(self._follow_readiness(), name="readiness"),
+                    group.create_task(self.dispatcher.roles.run(), name="roles"),
                 ]
                 http = group.create_task(self._http.run(self._http_started.set), name="http") if self._http else None
                 await stop.wait()
@@ -106,6 +107,7 @@ class Router:
         config = await asyncio.to_thread(http_edge.make_config, args)
         self._http = http_edge.HttpEdge(settings, args, config, self.dispatcher, self._access, self._cluster)
         self._inference.use(self._http.front_end)
+        self._cluster.tokenize = self._http.front_end.tokenize
         self.dispatcher.loading = ""
         log.info("front end of %s ready after %.1f s", args.model, time.monotonic() - started)
         return int(config.model_config.max_model_len)

@@ -21,9 +21,8 @@ from twostroke.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from twostroke.policy.placement import place
 from twostroke.policy.plan import Plan
-from twostroke.policy.snapshot import ClusterSnapshot
+from twostroke.policy.snapshot import ClusterSnapshot, with_prompt_on
 from twostroke.router.decode_stroke import DecodeStroke
 from twostroke.router.member import Member
 from twostroke.router.pool import WorkerPool
@@ -44,13 +43,17 @@ class Attempt:
     """Runs once. attempt_id: names the request, and its hand-off, on the workers.
 
     handoff_timeout_s: how long decode may take from the end of prefill to get the prompt's KV.
+    chunk_tokens: most prompt tokens in one step where the prompt is computed; 0 leaves it to the worker.
     """
 
-    def __init__(self, attempt_id: str, progress: Progress, pool: WorkerPool, handoff_timeout_s: float) -> None:
+    def __init__(
+        self, attempt_id: str, progress: Progress, pool: WorkerPool, handoff_timeout_s: float, chunk_tokens: int = 0
+    ) -> None:
         self._id = attempt_id
         self._progress = progress
         self._pool = pool
         self._handoff_timeout_s = handoff_timeout_s
+        self._chunk_tokens = chunk_tokens
         self._prefill: PrefillStroke | None = None
         self._decode: DecodeStroke | None = None
         self._suspected: list[tuple[tuple[str, str], TwostrokeError]] = []
@@ -62,8 +65,8 @@ class Attempt:
             await self._decode.over
         except OverloadedError:
             raise
-        except RETRYABLE as error:
-            self._blame(member, error)
+        except RETRYABLE:
+            self._failed(member)
             raise
         finally:
             self._leave_decode()
@@ -73,12 +76,15 @@ class Attempt:
         progress, handoffs = self._progress, self._pool.handoffs
         progress.trail.prefill_worker_id = source.worker_id
         handoffs.offer(self._id, source)
-        prefill = self._prefill = PrefillStroke(source, self._for_prefill(), progress.remaining_s(), self._first_token)
+        self._pool.used(source.address)
+        prefill = self._prefill = PrefillStroke(
+            source, self._for_prefill(), progress.remaining_s(), self._chunk_tokens, self._first_token
+        )
         try:
             await self._hand_over(prefill, decode)
         except RETRYABLE as error:
             if prefill.broken:
-                self._blame(source, error)
+                self._failed(source)
             elif isinstance(error, LINK_ERRORS):
                 progress.failed_on.add(source.address)
             raise
@@ -88,12 +94,6 @@ class Attempt:
             if prefill.ended_answer:
                 handoffs.absent(self._id)
             handoffs.close(self._id, source_lost=source_lost)
-
-    def _blame(self, member: Member, error: TwostrokeError) -> None:
-        # A request that fails here again and again says no more than the first time.
-        if member.address not in self._progress.failed_on:
-            self._progress.failed_on.add(member.address)
-            member.standing.failed(error)
 
     def _for_prefill(self) -> EngineRequest:
         """The request, or for a later attempt one that only computes the prompt: its token is not used, so nothing may
@@ -109,7 +109,7 @@ class Attempt:
         progress = self._progress
         self._pool.inflight.prompt_done(progress.ticket)
         if self._prefill is not None:
-            self._prefill.member.standing.worked()
+            self._pool.worked(self._prefill.member.address, well=True)
         progress.trail.prefill_ended_s = time.monotonic()
         progress.trail.prefill_queue_ms, progress.trail.prefill_run_ms = first.stats.queue_ms, first.stats.run_ms
         # A later attempt's is not used: the client has this token and maybe more, and decode continues from those.
@@ -157,12 +157,18 @@ class Attempt:
         if isinstance(error, OverloadedError):
             return
         if not isinstance(error, LINK_ERRORS):
-            self._blame(decode, error)
+            self._failed(decode)
             return
         self._suspected.append(((prefill.member.address, decode.address), error))
         # Until prefill has come through, there may have been nothing to read: its worker died, or the answer ended.
         if prefill.has_first_token:
             self._blame_links()
+
+    def _failed(self, member: Member) -> None:
+        # A request that fails here again and again says no more than the first time.
+        if member.address not in self._progress.failed_on:
+            self._progress.failed_on.add(member.address)
+            self._pool.worked(member.address, well=False)
 
     def _blame_links(self) -> None:
         for pair, error in self._suspected:
@@ -192,7 +198,7 @@ class Attempt:
         self._pool.inflight.ended(progress.ticket)
         while not (progress.ended or prefill.broken):
             try:
-                plan = self._pool.place(progress.placement(), self._seen_from(prefill.member, tried))
+                plan = self._pool.place_answer(progress.placement(), self._seen_from(prefill.member, tried))
                 if plan.prefill is not None:
                     return self._moved(prefill.member, plan)
             except NoWorkerError:
@@ -211,22 +217,14 @@ class Attempt:
 
     def _untried(self, source: Member, tried: set[str]) -> Member | None:
         try:
-            plan = place(self._progress.placement(), self._seen_from(source, tried))
+            seen = self._seen_from(source, tried)
+            plan = self._pool.place_answer(self._progress.placement(), seen, waits=False)
         except NoWorkerError:
             return None
         return self._moved(source, plan) if plan.prefill is not None else None
 
     def _seen_from(self, source: Member, tried: set[str]) -> ClusterSnapshot:
-        """The cluster with one source, which has taken the prompt already."""
-        snapshot = self._pool.snapshot()
-        workers = [
-            replace(worker, reads_prompts=True, pending_prompt_tokens=0, free_blocks=worker.total_blocks)
-            if worker.worker == source.address
-            else replace(worker, reads_prompts=False)
-            for worker in snapshot.workers
-        ]
-        refused = snapshot.refused_pairs | {(source.address, address) for address in tried}
-        return replace(snapshot, workers=workers, refused_pairs=refused)
+        return with_prompt_on(source.address, self._pool.snapshot(), tried)
 
     def _admit(self, member: Member) -> DecodeStroke:
         """Starts the second stroke, or both."""
@@ -237,11 +235,12 @@ class Attempt:
         request.output_token_ids.extend(progress.delivered)
         progress.block_tokens = member.info.layout.block_size_tokens
         stroke = DecodeStroke(self, member, handoff, hold_back=handoff is not None and not progress.delivered)
-        stroke.admit(request, progress.remaining_s())
-        # A worker that takes it has the blocks for it, and its reports count them soon.
-        self._pool.inflight.arrived(progress.ticket, time.monotonic())
+        self._pool.used(member.address)
+        stroke.admit(request, progress.remaining_s(), 0 if handoff else self._chunk_tokens)
         progress.trail.admitted_on = member.worker_id
         if handoff is not None:
+            # A worker that takes it has the blocks for it, and its reports count them soon.
+            self._pool.inflight.arrived(progress.ticket, time.monotonic())
             progress.trail.handoff_begun_s, progress.trail.handoff_ready_s = time.monotonic(), None
             self._pool.handoffs.receive(self._id, member)
         return stroke
@@ -290,6 +289,8 @@ class Attempt:
         trail.decode_computed_tokens = stats.computed_tokens
         trail.transferred_tokens = stats.transferred_tokens
         if prefill is None:
+            self._pool.inflight.prompt_done(self._progress.ticket)
+            self._pool.inflight.arrived(self._progress.ticket, trail.decode_started_s)
             trail.prefill_queue_ms, trail.prefill_run_ms = stats.queue_ms, stats.run_ms
             trail.prefill_worker_id = trail.decode_worker_id
         elif prefill.handoff is not None:
@@ -314,5 +315,5 @@ class Attempt:
         """See Listener."""
         self._pool.inflight.wrote(self._progress.ticket, len(token_ids))
         if finish is not None and self._decode is not None:
-            self._decode.member.standing.worked()
+            self._pool.worked(self._decode.member.address, well=True)
         self._progress.deliver(token_ids, logprobs, finish, prompt, prompt_logprobs)

@@ -10,13 +10,22 @@ from typing import Any
 import grpc.aio
 
 from twostroke.errors import InvalidRequestError
+from twostroke.policy.explain import summary
 from twostroke.policy.ledger import HandoffState
+from twostroke.policy.ratio import Mode
+from twostroke.policy.step_model import StepBatch, chunk_pairs
 from twostroke.router.dispatch import Dispatcher
+from twostroke.router.explanation import dry_run
+from twostroke.router.front_end import Tokenize, no_tokenizer
 from twostroke.router.links import Link, LinkState
 from twostroke.router.member import Member, MemberState
 from twostroke.router.output import Trail
+from twostroke.router.roles import WIRE, RoleDriver
+from twostroke.router.step_models import StepModels
+from twostroke.router.ways import open_ways
 from twostroke.v1 import cluster_pb2 as pb
 from twostroke.v1 import cluster_pb2_grpc
+from twostroke.v1.worker_pb2 import ROLE_UNSPECIFIED
 
 MIN_INTERVAL_S = 0.1
 DEFAULT_REQUESTS = 100
@@ -42,6 +51,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     def __init__(self, dispatcher: Dispatcher, router_id: str) -> None:
         self._dispatcher = dispatcher
         self._router_id = router_id
+        self.tokenize: Tokenize = no_tokenizer
+        """The front end's, once it is there."""
 
     async def Watch(
         self, request: pb.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -73,6 +84,15 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         previous = await self._member(request.worker_id).set_role(request.role)
         return pb.ClusterServiceSetRoleResponse(previous_role=previous)
 
+    async def Explain(
+        self, request: pb.ExplainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ExplainResponse:
+        """Where a request would go now, and why."""
+        kind, prompt = request.WhichOneof("prompt"), list(request.tokens.token_ids)
+        if kind == "text":
+            prompt = await self.tokenize(request.text)
+        return dry_run(self._dispatcher, request, prompt)
+
     def _member(self, name: str) -> Member:
         found = [each for each in self._dispatcher.pool.members if name in (each.worker_id, each.address)]
         if len(found) != 1:
@@ -96,7 +116,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             router_id=self._router_id,
             ready=not waiting_for,
             waiting_for=waiting_for,
-            workers=[_worker(member) for member in pool.members],
+            workers=[_worker(member, pool.step_models) for member in pool.members],
             refused_pairs=[
                 pb.RefusedPair(prefill_worker_id=names[prefill], decode_worker_id=names[decode], reason=why)
                 for (prefill, decode), why in pool.refused_pairs.items()
@@ -105,10 +125,13 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
             recomputed_prompts=self._dispatcher.recomputed_prompts,
             links=[_link(link) for link in pool.links],
             handoffs=_handoffs(pool.handoffs.counts()),
+            ways=open_ways(pool.options),
+            known_blocks=pool.prefixes.blocks,
+            role_advice=_advice(self._dispatcher.roles),
         )
 
 
-def _worker(member: Member) -> pb.WorkerView:
+def _worker(member: Member, models: StepModels) -> pb.WorkerView:
     return pb.WorkerView(
         address=member.address,
         state=_STATES[member.state],
@@ -116,6 +139,33 @@ def _worker(member: Member) -> pb.WorkerView:
         info=member.info,
         load=member.load,
         router_requests=member.session.active if member.session else 0,
+        steps=_steps(member.address, models),
+    )
+
+
+def _steps(address: str, models: StepModels) -> pb.StepPrediction | None:
+    learned, predicted = models.all().get(address), models.predicted(address)
+    if learned is None or predicted is None:
+        return None
+    return pb.StepPrediction(
+        error=learned.error,
+        observed=learned.steps,
+        set_aside=learned.set_aside,
+        decode_ms=predicted.step_s(StepBatch(1, 1000, 0, 0)) * 1000,
+        prefill_token_us=predicted.step_s(StepBatch(0, 0, 512, chunk_pairs(0, 512), 1)) / 512 * 1e6,
+    )
+
+
+def _advice(roles: RoleDriver) -> pb.RoleAdvice | None:
+    if roles.mode is Mode.OFF:
+        return None
+    latest = roles.latest
+    return pb.RoleAdvice(
+        why=latest.why,
+        worker_id=latest.worker,
+        role=WIRE[latest.role] if latest.role else ROLE_UNSPECIFIED,
+        acts=roles.mode is Mode.ON,
+        changes=roles.changes,
     )
 
 
@@ -135,6 +185,8 @@ def _request(public_id: str, trail: Trail, now_s: float) -> pb.RequestView:
         completion_tokens=trail.completion_tokens,
         failure=trail.failure,
         trace_id=trail.trace_id,
+        option=trail.option,
+        why=summary(trail.plan) if trail.plan else "",
         failed_attempts=[
             pb.FailedAttempt(
                 placed_ms=0.0 if attempt.placed_s is None else (attempt.placed_s - trail.received_s) * 1000,

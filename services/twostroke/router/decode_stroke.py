@@ -51,12 +51,12 @@ class DecodeStroke:
         self._session: DecodeSession | None = None
         self._slot = 0
 
-    def admit(self, request: EngineRequest, timeout_s: float) -> None:
+    def admit(self, request: EngineRequest, timeout_s: float, chunk_tokens: int) -> None:
         """Sends it to the worker. Raises WorkerLostError when that is gone."""
         if self.member.session is None:
             raise WorkerLostError(f"decode worker {self.member.worker_id} went away before it was admitted")
         self._session = self.member.session
-        self._slot = self._session.admit(self, request, self._handoff, timeout_s)
+        self._slot = self._session.admit(self, request, self._handoff, timeout_s, chunk_tokens)
 
     def cancel(self) -> None:
         """Ends it on the worker, unless it is over there; nothing more is heard of it."""

@@ -10,11 +10,14 @@ from itertools import islice
 
 from twostroke.config import RouterSettings
 from twostroke.errors import DeadlineError, EngineError, InvalidRequestError, NoWorkerError, TwostrokeError
+from twostroke.policy.demand import ObservedDemand
+from twostroke.policy.ratio import Mode, RatioSettings
 from twostroke.router.edge import Edge
 from twostroke.router.flight import Flight
 from twostroke.router.observer import RequestObserver
 from twostroke.router.output import Output, Sink, Trail
 from twostroke.router.pool import WorkerPool
+from twostroke.router.roles import RoleDriver
 from twostroke.router.waiting import WaitingRoom
 from twostroke.telemetry.logs import RequestIds, request_ids
 from twostroke.v1.engine_pb2 import EngineRequest
@@ -30,6 +33,10 @@ class Dispatcher:
     def __init__(self, settings: RouterSettings, router_id: str) -> None:
         self.pool = WorkerPool(settings, router_id, step_done=self._flush)
         self.room = WaitingRoom(settings, self.pool)
+        self.demand = ObservedDemand()
+        """What arrived of late."""
+        ratio = RatioSettings(Mode(settings.roles), both=self.pool.options.d_alone)
+        self.roles = RoleDriver(self.pool, self.demand, ratio)
         self.router_id = router_id
         self.recomputed_prompts = 0
         """Requests whose decode worker computed a transferred prompt again."""
@@ -37,6 +44,8 @@ class Dispatcher:
         """What the front end still does before it can serve; empty when it can."""
         self.observer = RequestObserver(None, None, log_prompts=settings.log_prompts)
         """Who hears of every request that is over."""
+        self.request_timeout_s = settings.request_timeout_s
+        """Deadline of requests that bring none."""
         self._settings = settings
         self._sink: Sink | None = None
         self._batch: list[Output] = []
@@ -65,7 +74,8 @@ class Dispatcher:
         """Starts a request; its outputs go to the sink, the last one with `finish` or `failure`.
 
         public_id: the id under which `trail` finds it; the request's own when empty. Raises InvalidRequestError for an
-        id in use, NoWorkerError when nothing has been able to serve it for a while, and what WaitingRoom.enter raises.
+        id in use or a class that there is not, NoWorkerError when nothing has been able to serve it for a while, and
+        what WaitingRoom.enter raises.
         """
         edge = Edge.current.get()
         try:
@@ -85,13 +95,16 @@ class Dispatcher:
                 f"the request takes {request.ByteSize()} bytes; workers get no more than half of "
                 f"--rpc-max-message-bytes, {self._settings.rpc.max_message_bytes}"
             )
-        deadline_s = time.monotonic() + min(timeout_s or float("inf"), self._settings.request_timeout_s)
+        deadline_s = time.monotonic() + min(timeout_s or float("inf"), self.request_timeout_s)
+        slo = self.pool.slo_classes.of(edge.slo if edge else "")
+        self.demand.arrived(time.monotonic(), slo)
         flight = Flight(
             request,
             self.pool,
             self.room,
             self._emit,
             tenant=edge.tenant if edge else "",
+            slo=slo,
             attempts=self._settings.prefill_attempts,
             handoff_timeout_s=self._settings.handoff_timeout_s,
             deadline_s=deadline_s,
@@ -142,6 +155,7 @@ class Dispatcher:
             self._fail(flight, EngineError(f"the router failed: {type(error).__name__}: {error}"))
         finally:
             flight.trail.over = True
+            self._count(flight.trail)
             if self._flights.get(flight.request_id) is asyncio.current_task():
                 del self._flights[flight.request_id]
             if flight.recomputed:
@@ -155,6 +169,11 @@ class Dispatcher:
             self.observer.over(
                 flight.request_id, request.prompt_token_ids, flight.trail, edge, recomputed=flight.recomputed
             )
+
+    def _count(self, trail: Trail) -> None:
+        if trail.answered:
+            computed_tokens = trail.prompt_tokens - trail.cached_tokens
+            self.demand.served(time.monotonic(), computed_tokens, trail.cached_tokens, trail.completion_tokens)
 
     def _fail(self, flight: Flight, error: TwostrokeError) -> None:
         log.warning("request %s failed: %s", flight.request_id, error)

@@ -33,12 +33,20 @@ class Edge:
     current: ContextVar[Edge | None] = ContextVar("edge", default=None)
 
     def __init__(
-        self, tracer: Tracer | None, operation: str, model: str, incoming: Headers | None, tenant: str = ""
+        self,
+        tracer: Tracer | None,
+        operation: str,
+        model: str,
+        incoming: Headers | None,
+        tenant: str = "",
+        slo: str = "",
     ) -> None:
         self.operation = operation
         self.model = model
         self.tenant = tenant
         """Whose share of the cluster it uses; see Access.tenant."""
+        self.slo = slo
+        """The class that its header names; empty for the default one."""
         self.trails: list[Trail] = []
         """Of its engine requests, one per choice."""
         self.request_id = ""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from twostroke.errors import NoWorkerError, OverloadedError, TwostrokeError, WorkerLostError
 from twostroke.policy.plan import Option, Plan
+from twostroke.policy.snapshot import DEFAULT_SLO, Slo
 from twostroke.router.attempt import RETRYABLE, Attempt
 from twostroke.router.member import Member, MemberState
 from twostroke.router.output import FailedAttempt, Output
@@ -41,9 +42,10 @@ class Flight:
         deadline_s: float,
         handoff_timeout_s: float,
         tenant: str = "",
+        slo: Slo = DEFAULT_SLO,
     ) -> None:
         self.request_id = request.request_id
-        self._progress = Progress(request, emit, deadline_s, tenant)
+        self._progress = Progress(request, emit, deadline_s, tenant, slo)
         self.trail = self._progress.trail
         self._pool = pool
         self._room = room
@@ -61,7 +63,9 @@ class Flight:
 
         Raises what WaitingRoom.enter does.
         """
-        ticket = self._progress.ticket = self._room.enter(self._progress.placement())
+        progress = self._progress
+        progress.cached_tokens = self._pool.prefixes.cached_tokens(progress.request)
+        ticket = progress.ticket = self._room.enter(progress.placement())
         return lambda _: self._room.leave(ticket)
 
     async def run(self) -> None:
@@ -108,9 +112,15 @@ class Flight:
     async def _attempt(self, number: int) -> None:
         self.trail.option = self.trail.admitted_on = ""
         plan = await (self._room.turn(self._progress.ticket) if number == 1 else self._place_again())
-        self.trail.placed_s, self.trail.option = time.monotonic(), plan.option.value
+        self.trail.placed_s, self.trail.option, self.trail.plan = time.monotonic(), plan.option.value, plan
         decode = self._member(plan.decode)
-        attempt = Attempt(f"{self.request_id}.{number}", self._progress, self._pool, self._handoff_timeout_s)
+        attempt = Attempt(
+            f"{self.request_id}.{number}",
+            self._progress,
+            self._pool,
+            self._handoff_timeout_s,
+            plan.chunk_tokens or 0,
+        )
         if plan.prefill is None:
             await attempt.alone(decode)
         else:
@@ -120,10 +130,12 @@ class Flight:
         """A plan, as soon as there is room. Waits for COMEBACK_S for workers and links to come back when there is
         none."""
         until_s = time.monotonic() + COMEBACK_S
+        self._progress.cached_tokens = self._pool.prefixes.cached_tokens(self._progress.request)
         while True:
             wanted = self._progress.placement()
             try:
-                plan = self._pool.place(wanted)
+                # It has begun: what its deadline leaves is worth trying.
+                plan = self._pool.place(wanted, refuses=False)
                 if plan.option is not Option.WAIT:
                     self._pool.inflight.placed(self._progress.ticket, wanted, plan, time.monotonic())
                     return plan

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol, TypeAlias
 
 from twostroke.errors import InvalidRequestError, PromptTooLongError, UnknownModelError, UnsupportedFieldError
 from twostroke.router.dispatch import Dispatcher
 from twostroke.router.output import Output
 from twostroke.v1.engine_pb2 import EngineRequest
 from twostroke.v1.inference_pb2 import GenerateRequest, GenerateResponse, Model, Usage
+
+Tokenize: TypeAlias = Callable[[str], Awaitable[list[int]]]
+"""The tokens of a plain text."""
+
+
+async def no_tokenizer(text: str) -> list[int]:
+    """Raises InvalidRequestError."""
+    raise InvalidRequestError(
+        "this router has no tokenizer and takes token ids, not text; start it with --front-end vllm for text and chat"
+    )
 
 
 class FrontEnd(Protocol):

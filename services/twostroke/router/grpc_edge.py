@@ -12,6 +12,7 @@ from twostroke.router.access import TENANT_HEADER, Access, bearer
 from twostroke.router.dispatch import Dispatcher
 from twostroke.router.edge import Edge
 from twostroke.router.front_end import FrontEnd, check_model
+from twostroke.router.ways import SLO_HEADER
 from twostroke.rpc.trace_context import incoming
 from twostroke.v1 import inference_pb2 as pb
 from twostroke.v1 import inference_pb2_grpc
@@ -29,10 +30,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Sets the front end, once it is there."""
         self._front_end = front_end
 
-    def _tenant(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    def _edge(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> Edge:
+        operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
         metadata = dict(context.invocation_metadata() or ())
         key = bearer(str(metadata.get("authorization", "")))
-        return self._access.tenant(key, str(metadata.get(TENANT_HEADER, "")))
+        return Edge(
+            self._dispatcher.observer.tracer,
+            operation,
+            request.model or self._model(),
+            incoming.get(),
+            self._access.tenant(key, str(metadata.get(TENANT_HEADER, ""))),
+            str(metadata.get(SLO_HEADER, "")),
+        )
 
     def _ready(self, waiting_for: str) -> FrontEnd:
         if self._front_end is None or waiting_for:
@@ -43,9 +52,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         """One answer as a stream; cancellation frees everything."""
-        operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
-        model, tenant = request.model or self._model(), self._tenant(context)
-        edge = Edge(self._dispatcher.observer.tracer, operation, model, incoming.get(), tenant)
+        edge = self._edge(request, context)
         Edge.current.set(edge)
         error: TwostrokeError | None = None
         try:

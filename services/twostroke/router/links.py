@@ -143,6 +143,7 @@ class Links:
         self._snapshots = {
             pair: LinkSnapshot(
                 bytes_per_s=link.report.bytes_per_s or DEFAULT_LINK.bytes_per_s,
+                latency_s=DEFAULT_LINK.latency_s + link.report.latency_ms / 1000,
                 healthy=link.state is LinkState.READY,
             )
             for pair, link in self._links.items()

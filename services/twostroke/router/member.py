@@ -17,8 +17,8 @@ from twostroke.config import RpcSettings
 from twostroke.errors import TwostrokeError, WorkerLostError
 from twostroke.policy.ledger import Life
 from twostroke.policy.placement import WorkerSnapshot
+from twostroke.router.kv_watch import watch_kv
 from twostroke.router.session import DecodeSession
-from twostroke.router.standing import Standing
 from twostroke.rpc.call import answer, quiet
 from twostroke.rpc.channel import connect
 from twostroke.rpc.status import to_error
@@ -53,8 +53,9 @@ class MemberState(Enum):
 class Member:
     """Keeps one worker connected.
 
-    `changed` is called on every change of state, `load_changed` on every load report, `ended` when a life of the worker
-    is over: another one answers at the address, or nobody did for LOST_AFTER_S.
+    `changed` is called on every change of state, `load_changed` on every load report, `kv_changed` with what happens to
+    the worker's KV blocks (it returns whether something was missed), `ended` when a life of the worker is over: another
+    one answers at the address, or nobody did for LOST_AFTER_S.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Member:
         accept: Callable[[worker_pb2.GetInfoResponse], str | None],
         changed: Callable[[], None],
         load_changed: Callable[[], None],
+        kv_changed: Callable[[worker_pb2.WatchKvEventsResponse], bool],
         step_done: Callable[[], None],
         ended: Callable[[Life], None],
     ) -> None:
@@ -76,16 +78,14 @@ class Member:
         self.info: worker_pb2.GetInfoResponse | None = None
         self.load: worker_pb2.WatchLoadResponse | None = None
         self.session: DecodeSession | None = None
-        self.prefill_tokens = 0
-        """Prompt tokens that this router has placed here and that are not computed yet."""
         self.router_id = router_id
         self.prefills: set[Callable[[str], None]] = set()
         """Called with the reason when the worker is lost, by whoever has a call open that would not notice."""
-        self.standing = Standing(self._set_aside)
         self._timeout_s = timeout_s
         self._accept = accept
         self._changed = changed
         self._load_changed = load_changed
+        self._kv_changed = kv_changed
         self._step_done = step_done
         self._ended = ended
         self._living: Life | None = None
@@ -135,11 +135,6 @@ class Member:
             self.state, self.detail = state, detail
             self._changed()
 
-    def _set_aside(self, why: str) -> None:
-        # What failed because the connection broke says nothing of the worker.
-        if self.state is MemberState.READY and self.session is not None and not self.session.broken:
-            self._set(MemberState.QUIET, why)
-
     def end_life(self) -> None:
         """Takes the worker's present life for over."""
         if self._living is not None:
@@ -171,7 +166,6 @@ class Member:
 
         def opened() -> None:
             self.session = session
-            self.standing.forget()
             self._set(MemberState.READY, "")
 
         # Not a TaskGroup: where one of the two breaks in the moment of a cancellation, that hides the cancellation.
@@ -179,6 +173,9 @@ class Member:
             asyncio.create_task(session.run(opened), name=f"session {self.address}"),
             asyncio.create_task(self._watch_load(), name=f"load {self.address}"),
         ]
+        if info.HasField("block_hashing"):
+            watch = watch_kv(self._worker, info.worker_id, self._kv_changed)
+            parts.append(asyncio.create_task(watch, name=f"KV of {self.address}"))
         try:
             ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -220,27 +217,31 @@ class Member:
         new_role = self.load is not None and self.load.role != load.role
         self.load = load
         self._load_changed()
+        # They have been learned from, and are many.
+        load.ClearField("step_samples")
         if load.draining and self.state in (MemberState.READY, MemberState.QUIET):
             self._set(MemberState.DRAINING, "takes no new requests, and finishes what it has")
-        elif self.state is MemberState.QUIET and self.standing.good:
+        elif self.state is MemberState.QUIET:
             self._set(MemberState.READY, "")
         elif new_role:
             self._changed()
 
-    def snapshot(self) -> WorkerSnapshot:
-        """For placement: what the worker reported, and what this router has sent since. Needs state READY."""
+    @property
+    def role(self) -> worker_pb2.Role.ValueType:
+        """What it wants to be sent now. Needs `info`."""
         assert self.info is not None
-        role = self.load.role if self.load else self.info.role
-        used = self.load.used_blocks if self.load else 0
+        return self.load.role if self.load else self.info.role
+
+    def facts(self) -> WorkerSnapshot:
+        """For placement: what does not depend on load. Needs `info`."""
+        assert self.info is not None
+        role = self.role
         return WorkerSnapshot(
             worker=self.address,
             reads_prompts=role in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_BOTH),
             writes_answers=role in (worker_pb2.ROLE_DECODE, worker_pb2.ROLE_BOTH),
-            pending_prompt_tokens=max(self.prefill_tokens, self.load.pending_prompt_tokens if self.load else 0),
-            running_sequences=self.session.active if self.session else 0,
-            free_blocks=self.info.total_blocks - used,
+            free_blocks=self.info.total_blocks - (self.load.used_blocks if self.load else 0),
             block_size_tokens=self.info.layout.block_size_tokens,
-            pending_prompts=self.load.waiting_requests if self.load else 0,
             total_blocks=self.info.total_blocks,
             step_budget_tokens=self.info.step_budget_tokens,
             max_sequences=self.info.max_sequences,

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from twostroke.policy.ledger import HandoffState
-from twostroke.policy.plan import Option
 from twostroke.router.edge import PROVIDER
 from twostroke.router.links import LinkState
 from twostroke.router.output import Trail
 from twostroke.router.pool import WorkerPool
+from twostroke.router.roles import RoleDriver
 from twostroke.router.waiting import WaitingRoom
+from twostroke.router.ways import SERVED
 from twostroke.telemetry import metrics
 from twostroke.telemetry.metrics import Collector, Family, Registry, family
 
-PLACED = (Option.P_THEN_D, Option.D_ALONE, Option.P_ALONE, Option.LENT_DECODER)
 KV_SOURCES = ("transferred", "recomputed", "local", "none")
 _LIVE = (HandoffState.OFFERED, HandoffState.RECEIVING, HandoffState.RECEIVED)
 _OVER = (HandoffState.RELEASED, HandoffState.LOST)
@@ -40,7 +40,7 @@ class RequestMetrics:
         self._prompts = registry.counter(metrics.PROMPTS)
         self._bytes = registry.counter(metrics.HANDOFF_BYTES)
         # A rate that rises from nothing is not seen: what alert rules look at is there from the beginning.
-        for option in PLACED:
+        for option in SERVED:
             self._placements.labels(option.value)
         for kv in KV_SOURCES:
             self._prompts.labels(kv)
@@ -98,6 +98,7 @@ def _kv_of(trail: Trail, *, recomputed: bool) -> str:
 class _Active(Protocol):
     room: WaitingRoom
     recomputed_prompts: int
+    roles: RoleDriver
 
     @property
     def active_requests(self) -> int: ...
@@ -123,7 +124,21 @@ class ClusterMetrics(Collector):
         yield family(metrics.HANDOFFS_OVER, {(state.value,): counts.get(state, 0) for state in _OVER})
         states = Counter(member.state.value for member in self._pool.members)
         yield family(metrics.WORKERS, {(state,): count for state, count in states.items()})
+        yield family(metrics.KNOWN_BLOCKS, {(): self._pool.prefixes.blocks})
+        yield family(metrics.STEP_ERROR, dict(self._step_errors()))
+        roles = self._active.roles
+        advised: dict[tuple[str, ...], float] = {}
+        if roles.latest.role is not None:
+            advised[roles.latest.worker, roles.latest.role.value] = 1.0
+        yield family(metrics.ROLE_ADVICE, advised)
+        yield family(metrics.ROLE_CHANGES, {(): roles.changes})
         yield from self._links()
+
+    def _step_errors(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        names = {member.address: member.worker_id for member in self._pool.members}
+        for address, model in self._pool.step_models.all().items():
+            if address in names and model.error is not None:
+                yield (names[address],), model.error
 
     def _links(self) -> Iterable[Family]:
         links = {(link.lives[0].worker_id, link.lives[1].worker_id): link for link in self._pool.links}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from twostroke.errors import TwostrokeError
+from twostroke.policy.explain import summary
 from twostroke.router import traces
 from twostroke.router.edge import Edge
 from twostroke.router.output import Trail
@@ -54,6 +55,7 @@ def _values(request_id: str, trail: Trail, edge: Edge | None) -> dict[str, Any]:
     def ms(until_s: float | None, since_s: float | None = trail.received_s) -> float | None:
         return None if until_s is None or since_s is None else round((until_s - since_s) * 1000, 3)
 
+    chosen = trail.plan.chosen if trail.plan else None
     values = {
         "request_id": request_id,
         "public_id": edge.request_id if edge and edge.request_id != request_id else None,
@@ -65,6 +67,10 @@ def _values(request_id: str, trail: Trail, edge: Edge | None) -> dict[str, Any]:
         "prefill_worker": trail.prefill_worker_id,
         "decode_worker": trail.decode_worker_id,
         "option": trail.option,
+        "why": summary(trail.plan) if trail.plan else None,
+        "predicted_ttft_ms": round(chosen.ttft_s * 1000, 3) if chosen else None,
+        "predicted_itl_ms": round(chosen.itl_s * 1000, 3) if chosen else None,
+        "slo": edge.slo if edge else None,
         "attempts": trail.attempts,
         "prompt_tokens": trail.prompt_tokens,
         "cached_tokens": trail.cached_tokens,

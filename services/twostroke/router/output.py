@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from twostroke.errors import TwostrokeError
+from twostroke.policy.plan import Plan
 from twostroke.v1.engine_pb2 import Finish, Logprobs, PromptStats
 from twostroke.v1.inference_pb2 import Timeline
 
@@ -66,6 +67,8 @@ class Trail:
     transferred_bytes: int = 0
     option: str = ""
     """How the last attempt was placed."""
+    plan: Plan | None = None
+    """The same, with what was predicted."""
     admitted_on: str = ""
     """The decode worker that the last attempt was given to."""
     prefill_ended_s: float | None = None

@@ -7,29 +7,37 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from twostroke.config import RouterSettings
-from twostroke.kv.layout import difference
-from twostroke.policy.inflight import InFlight, Report
+from twostroke.policy.breaker import Breakers
+from twostroke.policy.inflight import InFlight
 from twostroke.policy.ledger import Life
 from twostroke.policy.placement import ClusterSnapshot, place
-from twostroke.policy.plan import STRICT, Limits, Plan
-from twostroke.policy.snapshot import PlacementRequest
+from twostroke.policy.plan import STRICT, Limits, Option, Plan
+from twostroke.policy.snapshot import LinkSnapshot, PlacementRequest, WorkerSnapshot
 from twostroke.router.discovery import resolve
 from twostroke.router.handoffs import Handoffs
-from twostroke.router.links import Links
+from twostroke.router.links import Links, Pair
 from twostroke.router.member import Member, MemberState
-from twostroke.v1.worker_pb2 import ROLE_DECODE, ROLE_PREFILL, GetInfoResponse
+from twostroke.router.pairs import link_pairs, refused_pairs
+from twostroke.router.prefixes import Prefixes
+from twostroke.router.step_models import StepModels
+from twostroke.router.ways import DEFAULT_CLASS, SloClasses, options_of
+from twostroke.router.worker_facts import kv_bytes_per_token, report_of, streams_kv, trusted
+from twostroke.v1.worker_pb2 import GetInfoResponse, WatchKvEventsResponse
 
 log = logging.getLogger(__name__)
 
 _IN_USE = (MemberState.READY, MemberState.QUIET, MemberState.DRAINING)
 
 REPORT_S = 0.25
-OPTIONS = replace(STRICT, wait=True)
+# Another decode worker for KV that is there already.
+ANSWER = replace(STRICT, wait=True)
+# What was not probed takes no traffic.
+NO_LINK = LinkSnapshot(healthy=False)
 
 
 class WorkerPool:
@@ -56,9 +64,20 @@ class WorkerPool:
         self._changed = asyncio.Event()
         self._state_changed = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
-        self.refused_pairs: dict[tuple[str, str], str] = {}
-        self.inflight = InFlight()
+        self.refused_pairs: Mapping[Pair, str] = {}
+        self.options = options_of(settings)
+        """The ways that are open."""
+        self.slo_classes = SloClasses(settings.slo)
+        self.inflight = InFlight(slo=self.slo_classes.of(DEFAULT_CLASS))
         """What this router has placed and the workers have not reported yet."""
+        self.step_models = StepModels()
+        self.prefixes = Prefixes()
+        self.resting: frozenset[str] = frozenset()
+        """Addresses of workers that are to get nothing new because their role is about to change."""
+        self._ready: list[str] = []
+        self._breakers: Breakers[str] = Breakers()
+        self._kv_bytes_per_token = 0
+        self._streams_kv = False
         self._limits = Limits(prefill_window_tokens=settings.prefill_queue_tokens)
         self._served_s = -math.inf
         """When the cluster could last serve; now, while it can."""
@@ -106,6 +125,7 @@ class WorkerPool:
                 accept=self._accept,
                 changed=self._on_change,
                 load_changed=partial(self._on_report, address),
+                kv_changed=partial(self._on_kv, address),
                 step_done=self._step_done,
                 ended=self._on_end,
             )
@@ -117,6 +137,7 @@ class WorkerPool:
             if not keep and self._members[address].state not in _IN_USE:
                 log.info("worker %s is no longer named by %s", address, ",".join(self._targets))
                 self._members.pop(address).end_life()
+                self.step_models.forget(address)
                 self._tasks.pop(address).cancel()
                 self._on_change()
 
@@ -130,26 +151,44 @@ class WorkerPool:
 
     def _on_end(self, life: Life) -> None:
         self.inflight.forget(life.worker)
+        self._breakers.forget(life.worker)
+        self.prefixes.forget(life.worker)
         self.handoffs.ended(life)
 
     def _on_report(self, address: str) -> None:
         if (member := self._members.get(address)) and (load := member.load):
-            report = Report(
-                pending_prompt_tokens=load.pending_prompt_tokens,
-                pending_prompts=load.waiting_requests,
-                used_blocks=load.used_blocks,
-                running_sequences=load.running_requests,
-            )
-            self.inflight.reported(address, report, time.monotonic())
+            now_s = time.monotonic()
+            self.inflight.reported(address, report_of(load), now_s)
+            for changed in self.step_models.learn(address, load, now_s):
+                self._describe(self._members[changed])
         self._on_load()
+
+    def _on_kv(self, address: str, events: WatchKvEventsResponse) -> bool:
+        member = self._members.get(address)
+        if member is None or member.info is None:
+            return False
+        return self.prefixes.apply(address, member.info.block_hashing, events)
 
     def _on_change(self) -> None:
         for member in self.ready_members():
-            self.inflight.describe(member.snapshot())
+            assert member.info is not None
+            self.step_models.meet(member.address, member.info)
+            self._describe(member)
+            self._kv_bytes_per_token, self._streams_kv = kv_bytes_per_token(member.info), streams_kv(member.info)
+        self.choose_from()
         self._compare()
         if self._group is not None:
-            self.links.follow(self._group, self._pairs())
+            self.links.follow(self._group, self._link_pairs())
         self._announce()
+
+    def _describe(self, member: Member) -> None:
+        if member.state is MemberState.READY:
+            self.inflight.describe(self.step_models.put_into(member.facts()))
+
+    def choose_from(self, resting: frozenset[str] | None = None) -> None:
+        """From now on requests go to the workers that are ready and not resting. resting: as before when None."""
+        self.resting = self.resting if resting is None else resting
+        self._ready = [member.address for member in self.ready_members() if member.address not in self.resting]
 
     def _announce(self) -> None:
         if self._served_s == math.inf:
@@ -166,32 +205,16 @@ class WorkerPool:
         self._changed = asyncio.Event()
 
     def _compare(self) -> None:
-        described = [(member, member.info) for member in self.members if member.info is not None]
-        refused = {
-            (prefill.address, decode.address): why
-            for prefill, prefill_info in described
-            if prefill_info.role != ROLE_DECODE
-            for decode, decode_info in described
-            if decode_info.role != ROLE_PREFILL and prefill is not decode
-            if (why := difference(prefill_info.layout, decode_info.layout))
-        }
+        refused = refused_pairs(self.members, self.options)
         for pair, why in refused.items():
             if pair not in self.refused_pairs:
                 log.error("%s and %s cannot exchange KV: %s", *pair, why)
         self.refused_pairs = refused
 
-    def _pairs(self) -> list[tuple[Member, Member]]:
+    def _link_pairs(self) -> list[tuple[Member, Member]]:
         # A worker that takes nothing new for a while keeps its links, and what is known of them.
-        states = (MemberState.READY, MemberState.QUIET, MemberState.DRAINING)
-        known = [(member, member.snapshot()) for member in self.members if member.state in states]
-        return [
-            (source, reader)
-            for source, source_now in known
-            if source_now.reads_prompts
-            for reader, reader_now in known
-            if reader_now.writes_answers and source is not reader
-            if (source.address, reader.address) not in self.refused_pairs
-        ]
+        known = [member for member in self.members if member.state in _IN_USE]
+        return link_pairs(known, self.options, self.refused_pairs)
 
     async def wait_changed(self) -> None:
         """Returns at the next change of any worker, its load included."""
@@ -213,18 +236,52 @@ class WorkerPool:
 
     def snapshot(self) -> ClusterSnapshot:
         """For placement."""
+        workers: Sequence[WorkerSnapshot] = self.inflight.snapshots(self._ready)
+        if len(self._breakers):
+            workers = trusted(workers, partial(self._breakers.ready, now_s=time.monotonic()))
         return ClusterSnapshot(
-            self.inflight.snapshots([member.address for member in self.ready_members()]),
+            workers,
             frozenset(self.refused_pairs.keys()),
             self.links.snapshots(),
+            NO_LINK,
+            self._kv_bytes_per_token,
+            self._streams_kv,
         )
 
-    def place(self, request: PlacementRequest, snapshot: ClusterSnapshot | None = None, *, waits: bool = True) -> Plan:
-        """A plan; where there is no room, to WAIT until `wait_changed`, or else to use a full worker.
+    def used(self, address: str) -> None:
+        """A worker is sent a request."""
+        self._breakers.sent(address, time.monotonic())
 
-        snapshot: instead of the present one. Raises NoWorkerError when nothing can serve the request now.
+    def worked(self, address: str, *, well: bool) -> None:
+        """A worker did its part of a request, or failed at it."""
+        if well:
+            self._breakers.succeeded(address, time.monotonic())
+        elif self._breakers.failed(address, time.monotonic()):
+            log.warning("worker %s failed several requests in a row and gets few for a while", address)
+
+    def place(self, request: PlacementRequest, *, waits: bool = True, refuses: bool = True) -> Plan:
+        """A plan. Where there is no room, to WAIT until `wait_changed`, or else to use a full worker; where no deadline
+        can be met, to REFUSE, unless that is predicted of workers that were not seen to work yet.
+
+        Raises NoWorkerError when nothing can serve the request now.
         """
-        return place(request, snapshot or self.snapshot(), OPTIONS if waits else STRICT, limits=self._limits)
+        options = replace(self.options, wait=waits, refuse=self.options.refuse and refuses)
+        plan = place(request, self.snapshot(), options, limits=self._limits)
+        if plan.option is Option.REFUSE and not all(
+            self.step_models.sure(each.prefill) and self.step_models.sure(each.decode) for each in plan.why
+        ):
+            return place(request, self.snapshot(), replace(options, refuse=False), limits=self._limits)
+        return plan
+
+    def place_answer(self, request: PlacementRequest, snapshot: ClusterSnapshot, *, waits: bool = True) -> Plan:
+        """Where the answer of a prompt is written that was computed already. snapshot: with one worker that reads.
+        Raises NoWorkerError."""
+        return place(request, snapshot, ANSWER if waits else STRICT, limits=self._limits)
+
+    def may_read(self, worker: WorkerSnapshot) -> bool:
+        """Whether prompts may be computed on a worker."""
+        options = self.options
+        return worker.reads_prompts or options.d_alone or options.lent_decoder
 
     def away_s(self) -> float:
         """How long the cluster has not been able to serve; infinite when it never was."""
@@ -237,9 +294,11 @@ class WorkerPool:
 
     def waiting_for(self) -> str:
         """What keeps the router from serving; empty when nothing does."""
-        workers = self.snapshot().workers
+        workers, options = self.snapshot().workers, self.options
         readers = [worker.worker for worker in workers if worker.reads_prompts]
         writers = [worker.worker for worker in workers if worker.writes_answers]
+        if (writers and (options.d_alone or options.lent_decoder)) or (readers and options.p_alone):
+            return ""
         pairs = [(p, d) for p in readers for d in writers if (p, d) not in self.refused_pairs]
         if any(p == d or self.links.usable((p, d)) for p, d in pairs):
             return ""

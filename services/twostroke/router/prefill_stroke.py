@@ -17,13 +17,15 @@ from twostroke.v1.prefill_pb2 import PrefillFirstToken, PrefillRequest
 
 
 class PrefillStroke:
-    """Runs from its making to `close`. on_first_token is called with the first token the moment it comes."""
+    """Runs from its making to `close`. chunk_tokens: most prompt tokens in one step; 0 leaves it to the worker.
+    on_first_token is called with the first token the moment it comes."""
 
     def __init__(
         self,
         member: Member,
         request: EngineRequest,
         timeout_s: float,
+        chunk_tokens: int,
         on_first_token: Callable[[PrefillFirstToken], None],
     ) -> None:
         assert member.info is not None
@@ -36,16 +38,18 @@ class PrefillStroke:
         self._on_first_token = on_first_token
         self._abandoned = ""
         self._offered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._prompt_tokens = len(request.prompt_token_ids)
         self._call = member.prefill.Prefill(
-            PrefillRequest(request=request, worker_epoch=member.info.epoch, router_id=member.router_id),
+            PrefillRequest(
+                request=request,
+                worker_epoch=member.info.epoch,
+                router_id=member.router_id,
+                chunk_tokens=chunk_tokens,
+            ),
             timeout=max(0.001, timeout_s),
             metadata=metadata(request.trace_context),
         )
         self.ended = asyncio.get_running_loop().create_task(self._run(), name=f"prefill {request.request_id}")
         """Done when the worker has said everything; it raises what broke the call."""
-        # At once, not when the task runs: whoever is placed in this moment is to see it.
-        member.prefill_tokens += self._prompt_tokens
         member.prefills.add(self._abandon)
         self.ended.add_done_callback(self._done)
 
@@ -100,8 +104,6 @@ class PrefillStroke:
 
     def _leave(self) -> None:
         self.member.prefills.discard(self._abandon)
-        self.member.prefill_tokens -= self._prompt_tokens
-        self._prompt_tokens = 0
 
     def _abandon(self, reason: str) -> None:
         self._abandoned = reason

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from twostroke.policy.placement import PlacementRequest
+from twostroke.policy.snapshot import DEFAULT_SLO, Slo
 from twostroke.router.output import Output, Trail
-from twostroke.v1.engine_pb2 import EngineRequest, Finish, FinishReason, Logprobs, PromptStats
+from twostroke.v1.engine_pb2 import EngineRequest, Finish, FinishReason, Logprobs, PromptStats, SamplingParams
 
 EXPECTED_TOKENS = 128
 """What an answer is taken to have, or to have still, at most: nobody knows."""
@@ -21,7 +22,12 @@ class Progress:
     """What the client has, what failed, and how much time is left. deadline_s: a moment of the monotonic clock."""
 
     def __init__(
-        self, request: EngineRequest, emit: Callable[[Output], None], deadline_s: float, tenant: str = ""
+        self,
+        request: EngineRequest,
+        emit: Callable[[Output], None],
+        deadline_s: float,
+        tenant: str = "",
+        slo: Slo = DEFAULT_SLO,
     ) -> None:
         self.request = request
         self.trail = Trail(prompt_tokens=len(request.prompt_token_ids))
@@ -35,7 +41,10 @@ class Progress:
         """Tokens per KV block of the decode worker."""
         self.ticket = ""
         """Under which the request counts as in flight."""
+        self.cached_tokens: Mapping[str, int] = {}
+        """Prompt tokens that workers have in their caches, as it was when the attempt was to be placed."""
         self._tenant = tenant
+        self._slo = slo
         self._emit = emit
         self._deadline_s = deadline_s
 
@@ -46,13 +55,14 @@ class Progress:
     def placement(self) -> PlacementRequest:
         """What placement needs to know."""
         sampling, delivered = self.request.sampling, len(self.delivered)
-        left = sampling.max_tokens - delivered if sampling.HasField("max_tokens") else EXPECTED_TOKENS
         return PlacementRequest(
             len(self.request.prompt_token_ids),
             frozenset(self.failed_on),
-            expected_output_tokens=delivered + max(1, min(left, EXPECTED_TOKENS)),
+            expected_output_tokens=expected_tokens(sampling, delivered),
+            cached_tokens=self.cached_tokens,
+            slo=self._slo,
             deadline_s=self.remaining_s(),
-            priority=max(MOST_URGENT, min(self.request.priority, LEAST_URGENT)),
+            priority=priority(self.request.priority),
             tenant=self._tenant,
         )
 
@@ -83,3 +93,14 @@ class Progress:
             self.ended = self.trail.answered = True
             self.trail.finished_s = time.monotonic()
         self._emit(Output(self.request.request_id, token_ids, logprobs, prompt, prompt_logprobs, finish))
+
+
+def expected_tokens(sampling: SamplingParams, delivered: int = 0) -> int:
+    """Tokens that an answer is expected to have, those that its client has included."""
+    left = sampling.max_tokens - delivered if sampling.HasField("max_tokens") else EXPECTED_TOKENS
+    return delivered + max(1, min(left, EXPECTED_TOKENS))
+
+
+def priority(asked: int) -> int:
+    """A priority as the queue in front of placement counts it."""
+    return max(MOST_URGENT, min(asked, LEAST_URGENT))

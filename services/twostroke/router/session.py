@@ -58,12 +58,20 @@ class DecodeSession:
         """Requests admitted and not over."""
         return len(self._owners)
 
-    def admit(self, owner: SlotOwner, request: EngineRequest, handoff: Handoff | None, timeout_s: float | None) -> int:
-        """Sends a request to the worker; returns its slot. Raises WorkerLostError when the session is broken."""
+    def admit(
+        self,
+        owner: SlotOwner,
+        request: EngineRequest,
+        handoff: Handoff | None,
+        timeout_s: float | None,
+        chunk_tokens: int = 0,
+    ) -> int:
+        """Sends a request to the worker; returns its slot. chunk_tokens: most tokens of its prompt in one step; 0
+        leaves it to the worker. Raises WorkerLostError when the session is broken."""
         if self.broken:
             raise WorkerLostError(f"worker {self._worker} is gone")
         slot = next(self._numbers)
-        admit = pb.Admit(slot=slot, request=request, handoff=handoff)
+        admit = pb.Admit(slot=slot, request=request, handoff=handoff, chunk_tokens=chunk_tokens)
         if timeout_s is not None:
             admit.timeout_ms = max(1, int(timeout_s * 1000))
         self._owners[slot] = owner

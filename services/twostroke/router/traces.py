@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from twostroke.policy.explain import summary
 from twostroke.router.output import FailedAttempt, Trail
 from twostroke.telemetry import spans
 from twostroke.telemetry.spans import Attribute
@@ -58,10 +59,22 @@ def _last(
         spans.PREFILL_WORKER: trail.prefill_worker_id,
         spans.DECODE_WORKER: trail.admitted_on,
     }
-    placement = named | workers | {spans.OPTION: trail.option}
+    placement = named | workers | {spans.OPTION: trail.option} | _predicted(trail)
     tracer.record(spans.PLACE, begun_s, trail.placed_s, parent, placement, link=link)
     if trail.handoff_begun_s is not None and trail.handoff_begun_s >= trail.placed_s:
         _handoff(tracer, parent, named | workers, trail)
+
+
+def _predicted(trail: Trail) -> Attributes:
+    if trail.plan is None or trail.plan.chosen is None:
+        return {}
+    chosen = trail.plan.chosen
+    return {
+        spans.WHY: summary(trail.plan),
+        spans.PREDICTED_TTFT_MS: chosen.ttft_s * 1000,
+        spans.PREDICTED_ITL_MS: chosen.itl_s * 1000,
+        spans.PREDICTED_CACHED: chosen.cached_tokens,
+    }
 
 
 def _handoff(tracer: Tracer, parent: Headers, attributes: Attributes, trail: Trail) -> None:

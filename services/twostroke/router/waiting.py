@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 from twostroke.config import RouterSettings
-from twostroke.errors import NoWorkerError
+from twostroke.errors import DeadlineError, NoWorkerError, OverloadedError, TwostrokeError
 from twostroke.policy.admission import AdmissionQueue, Entry, QueueSettings, Servers
 from twostroke.policy.pace import Pace
 from twostroke.policy.plan import Option, Plan
@@ -42,7 +42,7 @@ class WaitingRoom:
         """Takes a request in; returns the ticket for `turn` and `leave`.
 
         Raises OverloadedError when its priority's queue is full, or when it would miss its deadline here and not after
-        retry_after_s; DeadlineError when it would miss it anyway.
+        retry_after_s; DeadlineError when it would miss it anyway. So does `turn`, for one that has waited.
         """
         ticket = str(next(self._numbers))
         prefill_s = self.pace.prefill_s(request.prompt_tokens)
@@ -52,6 +52,9 @@ class WaitingRoom:
         # Whoever waits may be gone when it fails.
         turn.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._serve()
+        if turn.done() and (refused := turn.exception()):
+            self.leave(ticket)
+            raise refused
         if len(self._queue) and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._serve_all(), name="waiting requests")
         return ticket
@@ -86,7 +89,7 @@ class WaitingRoom:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def _servers(self) -> Servers:
-        readers = [worker for worker in self._pool.snapshot().workers if worker.reads_prompts]
+        readers = [worker for worker in self._pool.snapshot().workers if self._pool.may_read(worker)]
         pending = min((worker.pending_prompt_tokens for worker in readers), default=0)
         return Servers(len(readers), self.pace.prefill_s(pending))
 
@@ -115,6 +118,10 @@ class WaitingRoom:
                 return False
             if plan.option is Option.WAIT and waited_s >= STALE_S and len(self._turns) == len(self._queue):
                 plan = self._pool.place(request, waits=False)
+            if plan.option is Option.REFUSE:
+                self._queue.cancel(entry.request_id)
+                self._turns[entry.request_id].set_exception(refusal(plan))
+                return False
             if plan.option is Option.WAIT:
                 return False
             self._pool.inflight.placed(entry.request_id, request, plan, now_s)
@@ -127,3 +134,15 @@ class WaitingRoom:
                 if not turn.done():
                     self._queue.cancel(ticket)
                     turn.set_exception(NoWorkerError(away[0].message, retry_after_s=self._patience_s))
+
+
+def refusal(plan: Plan) -> TwostrokeError:
+    """What a client is told that no way would serve in time."""
+    soonest = min(plan.why, key=lambda estimate: estimate.finish_s)
+    message = (
+        f"no way meets the deadline: the soonest, {soonest.option.value}, is predicted to end after "
+        f"{soonest.finish_s:.1f} s, {soonest.queue_s:.1f} s of them in a queue"
+    )
+    if plan.retry_after_s is None:
+        return DeadlineError(message)
+    return OverloadedError(message, retry_after_s=max(1.0, plan.retry_after_s))

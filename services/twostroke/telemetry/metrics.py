@@ -93,6 +93,20 @@ RECOMPUTED = Metric(
 )
 READY = Metric("twostroke_router_ready", "gauge", "1 while the router can serve.")
 WORKERS = Metric("twostroke_workers", "gauge", "Workers that the router knows, by state.", ("state",))
+KNOWN_BLOCKS = Metric("twostroke_known_blocks", "gauge", "KV blocks of workers' prefix caches that the router knows.")
+STEP_ERROR = Metric(
+    "twostroke_step_model_error",
+    "gauge",
+    "Mean relative error of what the router predicts of a worker's latest steps.",
+    ("worker",),
+)
+ROLE_ADVICE = Metric(
+    "twostroke_role_advice",
+    "gauge",
+    "1 for the role that the controller of roles would give a worker, or gives it (--roles).",
+    ("worker", "role"),
+)
+ROLE_CHANGES = Metric("twostroke_role_changes_total", "counter", "Roles that the controller of roles changed.")
 LINK_LABELS = ("prefill", "decode")
 LINK_STATE = Metric(
     "twostroke_link_state", "gauge", "1 for the state in which the link is, 0 for others.", (*LINK_LABELS, "state")
@@ -153,7 +167,7 @@ ROUTER_METRICS = (
         EXPOSED,
     ),
     *(HANDOFF_BYTES, HANDOFFS, HANDOFFS_OVER, RECOMPUTED, READY, WORKERS, LINK_STATE, LINK_RATE, LINK_LATENCY),
-    *(LINK_FAILURES, LINK_LANES),
+    *(LINK_FAILURES, LINK_LANES, KNOWN_BLOCKS, STEP_ERROR, ROLE_ADVICE, ROLE_CHANGES),
 )
 WORKER_METRICS = (
     *(WAITING, RUNNING, KV_USAGE, CACHE_INFO, PROMPT_TOKENS, GENERATED_TOKENS, WORKER_INFO, PENDING, HELD_HANDOFFS),

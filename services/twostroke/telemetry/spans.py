@@ -39,6 +39,10 @@ REQUEST_ID = Attribute("twostroke.request_id", "the engine request; one per choi
 ATTEMPT = Attribute("twostroke.attempt", "number of the attempt, from 1")
 ATTEMPTS = Attribute("twostroke.attempts", "attempts that were made")
 OPTION = Attribute("twostroke.placement.option", "how it was placed: p_then_d, d_alone, p_alone or lent_decoder")
+WHY = Attribute("twostroke.placement.why", "cost of the best of every way that was open, cheapest first")
+PREDICTED_TTFT_MS = Attribute("twostroke.placement.ttft_ms", "predicted time from placement to the first token")
+PREDICTED_ITL_MS = Attribute("twostroke.placement.itl_ms", "predicted time between tokens")
+PREDICTED_CACHED = Attribute("twostroke.placement.cached_tokens", "prompt tokens that its reader was known to have")
 PREFILL_WORKER = Attribute("twostroke.prefill.worker_id", "the worker that reads the prompt")
 DECODE_WORKER = Attribute("twostroke.decode.worker_id", "the worker that writes the answer")
 WORKER = Attribute("twostroke.worker_id", "the worker whose span it is")
@@ -68,7 +72,10 @@ PLACE = SpanType(
     "place",
     "router",
     "the decision, and the wait for somebody who can serve; from the second attempt on linked to the failed attempt",
-    (REQUEST_ID, ATTEMPT, OPTION, PREFILL_WORKER, DECODE_WORKER),
+    (
+        *(REQUEST_ID, ATTEMPT, OPTION, PREFILL_WORKER, DECODE_WORKER),
+        *(WHY, PREDICTED_TTFT_MS, PREDICTED_ITL_MS, PREDICTED_CACHED),
+    ),
 )
 ATTEMPT_SPAN = SpanType(
     "attempt",

@@ -125,7 +125,7 @@ class _Session:
         handoff = admit.handoff if admit.HasField("handoff") else None
         stroke = Stroke.WHOLE if handoff is None else Stroke.DECODE
         try:
-            await self._host.admit(admit.request, stroke, self, handoff)
+            await self._host.admit(admit.request, stroke, self, handoff, admit.chunk_tokens)
         except TwostrokeError as error:
             self._fail(request_id, error)
             return

@@ -24,7 +24,9 @@ from twostroke.errors import (
 from twostroke.policy.step_watch import StepWatch
 from twostroke.v1.engine_pb2 import EngineRequest
 from twostroke.v1.kv_pb2 import Handoff, KvEndpoint
+from twostroke.worker.kv_feed import KvFeed
 from twostroke.worker.observer import Observer
+from twostroke.worker.step_samples import StepSamples
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ class EngineHost:
         self.epoch = epoch
         self.load = EngineLoad()
         self.observers: list[Observer] = []
+        self.kv = KvFeed(epoch)
+        self.samples = StepSamples()
         self._engine = engine
         self._owners: dict[str, Owner] = {}
         self._changed = asyncio.Condition()
@@ -97,6 +101,8 @@ class EngineHost:
                 self._route(step.outputs)
                 for observer in self.observers:
                     observer.stepped(step.outputs, step.load)
+                self.kv.took(step.kv_changes)
+                self.samples.took(step.samples)
                 self._stepped(step.load)
                 self._looks += 1
                 if self._promised:
@@ -165,8 +171,15 @@ class EngineHost:
         async with self._changed:
             self._changed.notify_all()
 
-    async def admit(self, request: EngineRequest, stroke: Stroke, owner: Owner, handoff: Handoff | None = None) -> None:
-        """Gives the engine a request whose outputs go to `owner`.
+    async def admit(
+        self,
+        request: EngineRequest,
+        stroke: Stroke,
+        owner: Owner,
+        handoff: Handoff | None = None,
+        chunk_tokens: int = 0,
+    ) -> None:
+        """Gives the engine a request whose outputs go to `owner`. chunk_tokens: see Engine.admit.
 
         Raises UnavailableError while draining, OverloadedError when there are no blocks for a prompt whose answer is to
         be written here (its router waits then, and needs not know of the others), InvalidRequestError for an id in use,
@@ -188,7 +201,7 @@ class EngineHost:
         for observer in self.observers:
             observer.admitted(request, stroke)
         try:
-            await self._engine.admit(request, stroke, handoff)
+            await self._engine.admit(request, stroke, handoff, chunk_tokens)
         except BaseException:
             self._forget(request.request_id)
             self._stop_observing([request.request_id])

@@ -52,7 +52,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._host.check_epoch(request.worker_epoch)
         request_id = request.request.request_id
         call = _Call()
-        await self._host.admit(request.request, Stroke.PREFILL, call)
+        await self._host.admit(request.request, Stroke.PREFILL, call, chunk_tokens=request.chunk_tokens)
         complete = False
         try:
             yield pb.PrefillResponse(queued=pb.PrefillQueued())

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import grpc.aio
 
-from twostroke.engine.base import EngineLoad
+from twostroke.engine.base import EngineLoad, StepSample
 from twostroke.errors import InvalidRequestError
 from twostroke.v1 import worker_pb2 as pb
 from twostroke.v1 import worker_pb2_grpc
 from twostroke.worker.host import EngineHost
+from twostroke.worker.kv_feed import to_wire
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             layout=info.layout,
             start_phases=[pb.StartPhase(name=name, duration_ms=ms) for name, ms in info.start_phases],
             kv_endpoint=info.kv_endpoint,
+            prior_costs=pb.StepCosts(**asdict(info.prior)),
+            block_hashing=pb.BlockHashing(**asdict(info.block_hashing)) if info.block_hashing else None,
         )
 
     async def WatchLoad(
@@ -60,8 +64,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[pb.WatchLoadResponse]:
         """The load, on change and at least every interval."""
         interval_s = request.interval_ms / 1000 or DEFAULT_INTERVAL_S
+        told = 0
         async for load in self._host.loads(interval_s):
-            yield self._report(load)
+            told, samples = self._host.samples.since(told)
+            yield self._report(load, samples)
+
+    async def WatchKvEvents(
+        self, request: pb.WatchKvEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.WatchKvEventsResponse]:
+        """A snapshot of the engine's blocks, and then what happens to them."""
+        async for events in self._host.kv.watch():
+            yield to_wire(events)
 
     async def ProbeLink(
         self, request: pb.ProbeLinkRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -94,13 +107,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Begins to drain; the process ends afterwards."""
         return pb.DrainResponse(requests=await self._host.begin_drain())
 
-    def _report(self, load: EngineLoad) -> pb.WatchLoadResponse:
+    def _report(self, load: EngineLoad, samples: Sequence[StepSample]) -> pb.WatchLoadResponse:
         return pb.WatchLoadResponse(
             epoch=self._host.epoch,
             role=self._role,
             waiting_requests=load.waiting_requests,
             running_requests=load.running_requests,
             pending_prompt_tokens=load.pending_prompt_tokens,
+            pending_prompts=load.pending_prompts,
             used_blocks=load.used_blocks,
             held_handoffs=load.held_handoffs,
             held_blocks=load.held_blocks,
@@ -111,4 +125,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             steps=load.steps,
             draining=self._host.draining.is_set(),
             stalled=bool(self._host.stalled),
+            step_samples=[
+                pb.StepSample(**sample.batch._asdict(), duration_ms=sample.duration_s * 1000) for sample in samples
+            ],
         )

@@ -19,7 +19,9 @@ async def test_a_prompt_is_computed_in_chunks_of_the_step_budget(tmp_path, late,
         await engine.admit(request("r", prompt_of(100)), Stroke.PREFILL)
         started = await engine.next_step()
         assert [output.started for output in started.outputs] == [True]
-        assert started.load == EngineLoad(running_requests=1, pending_prompt_tokens=100, used_blocks=blocks[0])
+        assert started.load == EngineLoad(
+            running_requests=1, pending_prompt_tokens=100, pending_prompts=1, used_blocks=blocks[0]
+        )
         begin_s, loads = rig.now_s, []
         for _ in range(3):
             step = await engine.next_step()

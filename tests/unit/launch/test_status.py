@@ -43,6 +43,7 @@ VIEW = pb.WatchResponse(
                 generated_tokens=70,
             ),
             router_requests=8,
+            steps=pb.StepPrediction(error=0.034, observed=512, set_aside=3, decode_ms=9.876, prefill_token_us=42.25),
         ),
         pb.WorkerView(address="127.0.0.1:2", state=pb.WORKER_STATE_REFUSED, detail="it restarted"),
     ],
@@ -64,6 +65,9 @@ VIEW = pb.WatchResponse(
             failures=3,
         ),
     ],
+    ways=["p_then_d", "d_alone"],
+    known_blocks=1234,
+    role_advice=pb.RoleAdvice(why="2 P + 2 D meets the SLO for 61%, 3 P + 1 D for 98%"),
     handoffs=pb.HandoffCounts(offered=1, receiving=2, received=3, released=40, lost=5),
     refused_pairs=[pb.RefusedPair(prefill_worker_id="p", decode_worker_id="d", reason="dtype float32 against float16")],
 )
@@ -92,9 +96,12 @@ def test_table_shows_every_worker_and_why() -> None:
     assert lines[2].split() == ["?", "?", "127.0.0.1:2", "refused", "0"]
     assert lines[4:] == [
         "127.0.0.1:2: it restarted",
+        "steps of prefill-0: 9.88 ms with one answer, 42.2 us per prompt token; error 3.4% after 512, 3 not believed",
         "refused: p to d: dtype float32 against float16",
         "link prefill-0 to decode-0: ready, rc_mlx5/mlx5_0:1, tcp/eth0, 12.35 GB/s, 0.004 ms",
         "link prefill-0 to decode-1: quarantined, 3 failures, no answer",
+        "roles: 2 P + 2 D meets the SLO for 61%, 3 P + 1 D for 98%",
+        "ways open: p_then_d, d_alone; KV blocks known in prefix caches: 1234",
         "requests in flight 3; prompts recomputed on decode 2; hand-offs 4 (3.0 MiB): 1 offered, 2 receiving, "
         "3 received, 40 released, 5 lost; prompt tokens computed 1000; tokens generated 70",
         "decode-0 was killed by SIGKILL; log: /run/d.log",

@@ -45,6 +45,18 @@ def test_short_prompts_pass_long_ones_but_only_for_so_long() -> None:
     assert order(filled(entry("long", 0.0, 10.0), entry("short", 21.0, 0.1))) == ["long", "short"]
 
 
+def test_what_is_given_up_instead_of_started_is_gone_and_holds_nobody_up() -> None:
+    queue = filled(entry("hopeless", 0.0), entry("next", 1.0), settings=QueueSettings(patience_s=0.5))
+
+    def start(each: Entry) -> bool:
+        if each.request_id == "hopeless":
+            queue.cancel("hopeless")
+        return each.request_id == "next"
+
+    assert [each.request_id for each in queue.start(10.0, start)] == ["next"]
+    assert len(queue) == 0
+
+
 def run_one_server(arrivals: list[Entry], settings: QueueSettings) -> dict[str, float]:
     """One prefill server, non-preemptive; returns the moment each prompt starts."""
     queue, started, now_s = AdmissionQueue(settings), {}, 0.0

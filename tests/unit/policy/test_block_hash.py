@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from twostroke.policy.block_hash import KvIdentity, Media, block_hashes
+from twostroke.policy.block_hash import DEFAULT_ROOT, KvIdentity, Media, block_hashes
 
 TOKENS = [random.Random(3).randrange(50_000) for _ in range(70)]
 
@@ -40,7 +40,15 @@ def test_everything_that_changes_kv_changes_every_hash_behind_it() -> None:
     assert not set(plain) & set(images)
     late = block_hashes(TOKENS, 16, KvIdentity(media=(Media("a" * 64, 40, 4),)))
     assert [a == b for a, b in zip(plain, late, strict=True)] == [True, True, False, False]
-    assert block_hashes(TOKENS, 16, seed="other")[0] != plain[0]
+    assert block_hashes(TOKENS, 16, root=bytes(32))[0] != plain[0]
+
+
+def test_what_is_known_is_not_computed_again() -> None:
+    for identity in IDENTITIES.values():
+        whole = block_hashes(TOKENS, 16, identity)
+        for known in range(len(whole) + 1):
+            assert block_hashes(TOKENS, 16, identity, known=whole[:known]) == whole
+    assert block_hashes(TOKENS, 16, known=[b"x" * 32])[0] == b"x" * 32
 
 
 def test_two_images_with_equal_ends_of_their_digests_do_not_meet() -> None:
@@ -65,7 +73,7 @@ for salt, lora, media in cases:
     request = Names(block_hashes=[], num_tokens=len(tokens), all_token_ids=tokens, mm_features=features,
                     lora_request=adapter, cache_salt=salt, prompt_embeds=None)
     found.append(hasher(request))
-sys.stdout.buffer.write(pickle.dumps(found))
+sys.stdout.buffer.write(pickle.dumps((bytes(utils.NONE_HASH), found)))
 """
 
 
@@ -81,6 +89,7 @@ def test_the_hashes_are_vllms_own() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROBE], input=pickle.dumps((TOKENS, cases)), capture_output=True, timeout=280, check=True
     )
-    theirs = pickle.loads(done.stdout)
+    root, theirs = pickle.loads(done.stdout)
+    assert root == DEFAULT_ROOT
     for identity, expected in zip(IDENTITIES.values(), theirs, strict=True):
         assert block_hashes(TOKENS, 16, identity) == expected

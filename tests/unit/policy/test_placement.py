@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from twostroke.errors import NoWorkerError
-from twostroke.policy.explain import explain
+from twostroke.policy.explain import explain, summary
 from twostroke.policy.placement import place
 from twostroke.policy.plan import ALL_WAYS, ONE_POOL, STRICT, Limits, Option, Options, Plan
 from twostroke.policy.snapshot import ClusterSnapshot, LinkSnapshot, PlacementRequest, Slo, WorkerSnapshot
@@ -414,5 +414,11 @@ def test_why_in_words() -> None:
     assert "queue 0.124, prefill" in text[2]
     assert "in chunks of 512, 0 tokens cached" in text[2]
     assert "for 8000 tokens" in text[2]
+    plan = place(replace(LONG, slo=TIGHT), busy, ALL_WAYS)
+    named = explain(plan, {"p": "prefill-7", "d": "decode-3"}).splitlines()
+    assert named[0] == "p_then_d: prefill-7 reads, decode-3 writes"
+    assert named[1].startswith("* p_then_d     prefill-7 -> decode-3    cost ")
+    assert [each.split()[0] for each in summary(plan).split(", ")] == [way.option.value for way in plan.why]
+    assert summary(plan).startswith(f"p_then_d {plan.why[0].cost:.3g}, ")
     refused = place(replace(LONG, deadline_s=0.5), cluster(reader("p"), writer("d")), ALL_WAYS)
     assert explain(refused).splitlines()[0] == "refuse: no way meets the deadline; waiting does not help"

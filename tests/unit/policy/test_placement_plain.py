@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from twostroke.policy.cost import Costing
-from twostroke.policy.placement import place
+from twostroke.policy.placement import COST_DIGITS, place
 from twostroke.policy.plan import Estimate, Limits, Option, Options, Weights
 from twostroke.policy.snapshot import ClusterSnapshot, LinkSnapshot, PlacementRequest, Slo, WorkerSnapshot
 from twostroke.policy.step_model import LinearStepModel
@@ -81,7 +81,8 @@ class Dice(random.Random):
 
 
 def rank(estimate: Estimate) -> tuple[object, ...]:
-    return estimate.avoided, not estimate.fits, estimate.cost, estimate.prefill, estimate.decode
+    cost = round(estimate.cost + estimate.crowding, COST_DIGITS)
+    return estimate.avoided, not estimate.fits, cost, estimate.prefill, estimate.decode
 
 
 def all_ways(costing: Costing, snapshot: ClusterSnapshot) -> Iterator[Estimate]:

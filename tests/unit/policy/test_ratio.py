@@ -174,3 +174,13 @@ def test_a_flip_is_called_off_when_the_worker_is_needed() -> None:
             del cluster.members[member.worker]
     decision = cluster.tick(demand, tick * 5.0 + 5)
     assert (decision.do, decision.worker) == (Do.KEEP_ROLE, drained)
+
+
+def test_nobody_becomes_both_where_no_worker_may_serve_a_whole_request() -> None:
+    made = members(1, 3)
+    demand = Demand(4.5, prompt_tokens=4000, answer_tokens=4, slo=Slo(ttft_s=4.0, itl_s=2.0), prompt_cv2=0.0)
+    now, predictor = split_of(made), Predictor(made[0], demand)
+    assert best_split(now, predictor)[0].both > 0
+    assert best_split(now, predictor, both=False)[0] in (Split(2, 2, 0), Split(3, 1, 0))
+    kept = split_of(members(1, 2, 1))
+    assert best_split(kept, predictor, both=False)[0].both == 1

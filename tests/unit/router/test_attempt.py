@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from twostroke.errors import KvCorruptError, KvLostError, OverloadedError, TwostrokeError, WorkerLostError
-from twostroke.policy.inflight import InFlight
+from twostroke.policy.inflight import InFlight, Report
 from twostroke.policy.ledger import HandoffState, Life
 from twostroke.policy.placement import ClusterSnapshot, PlacementRequest, Plan, WorkerSnapshot, place
 from twostroke.router.attempt import RETRYABLE, Attempt
@@ -22,7 +22,6 @@ from twostroke.router.output import Output
 from twostroke.router.pool import WorkerPool
 from twostroke.router.progress import Progress
 from twostroke.router.session import SlotOwner
-from twostroke.router.standing import BREAKER, Standing
 from twostroke.v1.engine_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, EngineRequest, Finish, PromptStats
 from twostroke.v1.kv_pb2 import Handoff, KvLayout
 from twostroke.v1.prefill_pb2 import (
@@ -84,6 +83,7 @@ class Slot:
     owner: SlotOwner
     request: EngineRequest
     handoff: Handoff | None
+    chunk_tokens: int = 0
     cancels: int = 0
 
 
@@ -93,13 +93,10 @@ class Worker:
     def __init__(self, address: str) -> None:
         self.address = self.worker_id = address
         self.router_id = "router"
-        self.reasons: list[str] = []
         """Why it was set aside."""
         self.info = GetInfoResponse(worker_id=address, epoch="1", layout=KvLayout(block_size_tokens=16))
         self.life = Life(address, address, "1")
         self.prefill = self.session = self
-        self.standing = Standing(self.reasons.append)
-        self.prefill_tokens = 0
         self.prefills: set[Callable[[str], None]] = set()
         self.calls: list[Call] = []
         self.slots: list[Slot] = []
@@ -110,8 +107,10 @@ class Worker:
         self.calls.append(Call(request))
         return self.calls[-1]
 
-    def admit(self, owner: SlotOwner, request: EngineRequest, handoff: Handoff | None, timeout_s: float) -> int:
-        self.slots.append(Slot(owner, request, handoff))
+    def admit(
+        self, owner: SlotOwner, request: EngineRequest, handoff: Handoff | None, timeout_s: float, chunk_tokens: int
+    ) -> int:
+        self.slots.append(Slot(owner, request, handoff, chunk_tokens))
         if self.refusal is not None:
             owner.failed(self.refusal)
         return len(self.slots) - 1
@@ -126,7 +125,9 @@ class Worker:
 class Stage:
     """A prefill worker, decode workers, and an attempt at a request with a prompt of nine tokens."""
 
-    def __init__(self, decodes: int = 1, delivered: Sequence[int] = (), handoff_timeout_s: float = 5) -> None:
+    def __init__(
+        self, decodes: int = 1, delivered: Sequence[int] = (), handoff_timeout_s: float = 5, chunk_tokens: int = 0
+    ) -> None:
         self.p = Worker("p")
         self.d = [Worker(f"d{index}") for index in range(decodes)]
         self.outputs: list[Output] = []
@@ -135,11 +136,13 @@ class Stage:
         self.reported = asyncio.Event()
         self.blamed: list[tuple[str, str]] = []
         self.praised: list[tuple[str, str]] = []
+        self.sent: list[str] = []
+        self.verdicts: list[tuple[str, bool]] = []
         self.handoffs = Handoffs(lambda address: cast(Member, self.member(address)))
         request = EngineRequest(request_id="r", prompt_token_ids=range(9))
         self.progress = Progress(request, self.outputs.append, asyncio.get_running_loop().time() + 60)
         self.progress.delivered.extend(delivered)
-        self.attempt = Attempt("r.1", self.progress, cast(WorkerPool, self), handoff_timeout_s)
+        self.attempt = Attempt("r.1", self.progress, cast(WorkerPool, self), handoff_timeout_s, chunk_tokens)
         run = self.attempt.two_strokes(cast(Member, self.p), cast(Member, self.d[0]))
         self.task = asyncio.create_task(run)
 
@@ -150,7 +153,7 @@ class Stage:
         workers = [WorkerSnapshot("p", True, False, free_blocks=99)]
         return ClusterSnapshot([*workers, *(WorkerSnapshot(d.address, False, True, free_blocks=99) for d in self.d)])
 
-    def place(self, request: PlacementRequest, snapshot: ClusterSnapshot) -> Plan:
+    def place_answer(self, request: PlacementRequest, snapshot: ClusterSnapshot, *, waits: bool = True) -> Plan:
         return place(request, snapshot)
 
     async def wait_report(self) -> None:
@@ -165,6 +168,12 @@ class Stage:
 
     def succeeded(self, pair: tuple[str, str]) -> None:
         self.praised.append(pair)
+
+    def used(self, address: str) -> None:
+        self.sent.append(address)
+
+    def worked(self, address: str, *, well: bool) -> None:
+        self.verdicts.append((address, well))
 
     @property
     def call(self) -> Call:
@@ -197,7 +206,6 @@ class Stage:
         assert self.call.cancelled
         assert self.p.released == ["r.1"]
         assert all(slot.cancels == 1 for worker in self.d for slot in worker.slots)
-        assert self.p.prefill_tokens == 0
         assert {s: n for s, n in self.handoffs.counts().items() if n} in (
             {HandoffState.RELEASED: 1},
             {HandoffState.LOST: 1},
@@ -222,6 +230,8 @@ async def test_decode_is_admitted_when_prefill_starts_and_not_before() -> None:
     await stage.task
     assert stage.tokens == [7, 8]
     assert stage.praised == [("p", "d0")]
+    assert stage.sent == ["p", "d0"]
+    assert stage.verdicts == [("p", True), ("d0", True)]
     stage.check_ended()
 
 
@@ -267,6 +277,7 @@ async def test_prefill_lost_before_its_first_token_fails_the_attempt_and_drops_w
         await stage.task
     assert stage.tokens == []
     assert stage.progress.failed_on == {"p"}
+    assert stage.verdicts == [("p", False)]
     stage.check_ended()
     assert stage.handoffs.counts()[HandoffState.RELEASED if has_prompt else HandoffState.LOST] == 1
 
@@ -493,21 +504,44 @@ async def test_cancel_tells_both_sides_once_in_every_phase(phase: str) -> None:
     stage.check_ended()
 
 
-async def test_a_worker_whose_requests_fail_in_a_row_is_set_aside() -> None:
-    stage = Stage(decodes=2)
-    standing = stage.d[0].standing
-    for _ in range(BREAKER.failures - 1):
-        standing.failed(WorkerLostError("before"))
-    (await stage.started()).owner.failed(WorkerLostError("its kernel is gone"))
-    await stage.until(lambda: stage.d[1].slots)
-    assert not standing.good
-    assert stage.d[0].reasons == ["requests in a row failed here, the last one: its kernel is gone"]
+async def test_the_chunks_of_a_plan_go_to_whoever_computes_the_prompt() -> None:
+    stage = Stage(chunk_tokens=64)
+    slot = await stage.started()
+    assert stage.call.request.chunk_tokens == 64
+    assert slot.chunk_tokens == 0
+    stage.call.first(7, END)
+    stage.call.finish(handoff=False)
+    await stage.task
+
+
+async def test_one_worker_alone_is_told_the_chunks_and_counted_until_the_prompt_is_read() -> None:
+    """Its blocks are promised until then: a prompt that waits on its worker has none."""
+    stage = Stage(chunk_tokens=64)
     stage.task.cancel()
+    await asyncio.gather(stage.task, return_exceptions=True)
+    facts = WorkerSnapshot("d0", False, True, free_blocks=99, total_blocks=99, block_size_tokens=16)
+    stage.inflight.describe(facts)
+    stage.progress.ticket = "t"
+    stage.inflight.placed("t", stage.progress.placement(), Plan(None, "d0"), 0.0)
+    task = asyncio.create_task(stage.attempt.alone(cast(Member, stage.d[0])))
+    await stage.until(lambda: stage.d[0].slots)
+    (slot,) = stage.d[0].slots
+    assert (slot.handoff, slot.chunk_tokens) == (None, 64)
+    stage.inflight.reported("d0", Report(0, 0, 0, 0), asyncio.get_running_loop().time() + 60)
+    (seen,) = stage.inflight.snapshots(["d0"])
+    assert (seen.pending_prompts, seen.free_blocks) == (1, 99 - 9)
+    slot.owner.prompt_ready(PromptStats(prompt_tokens=9, computed_tokens=9), None)
+    slot.owner.tokens([7], None, END)
+    await task
+    stage.inflight.reported("d0", Report(0, 0, 1, 1), asyncio.get_running_loop().time() + 60)
+    (seen,) = stage.inflight.snapshots(["d0"])
+    assert (seen.pending_prompts, seen.free_blocks) == (0, 99 - 1 - 7)
+    assert stage.tokens == [7]
+    assert stage.progress.trail.prefill_worker_id == stage.progress.trail.decode_worker_id == "d0"
 
 
-async def test_one_request_that_fails_again_and_again_sets_no_worker_aside() -> None:
+async def test_one_request_that_fails_again_and_again_counts_once_against_its_worker() -> None:
     stage = Stage()
-    stage.d[0].standing.failed(WorkerLostError("before"))
     (await stage.started()).owner.failed(WorkerLostError("this request kills it"))
     stage.call.first(7)
     stage.call.finish()
@@ -515,22 +549,4 @@ async def test_one_request_that_fails_again_and_again_sets_no_worker_aside() -> 
     stage.d[0].slots[1].owner.failed(WorkerLostError("this request kills it"))
     with pytest.raises(WorkerLostError, match="this request"):
         await stage.task
-    assert stage.d[0].standing.good
-
-
-async def test_a_worker_whose_requests_succeed_in_between_stays() -> None:
-    stage = Stage()
-    workers = (stage.p, stage.d[0])
-    for worker in workers:
-        for _ in range(BREAKER.failures - 1):
-            worker.standing.failed(WorkerLostError("before"))
-    slot = await stage.started()
-    stage.call.first(7)
-    stage.call.finish()
-    await stage.until(lambda: stage.tokens)
-    slot.owner.prompt_ready(READY, None)
-    slot.owner.tokens([8], None, END)
-    await stage.task
-    for worker in workers:
-        worker.standing.failed(WorkerLostError("after"))
-        assert worker.standing.good
+    assert [verdict for verdict in stage.verdicts if verdict[0] == "d0"] == [("d0", False)]

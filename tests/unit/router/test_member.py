@@ -12,11 +12,9 @@ import pytest
 from twostroke.config import RpcSettings, WorkerSettings, free_port
 from twostroke.engine.base import EngineInfo, Stroke
 from twostroke.engine.reference import ReferenceEngine
-from twostroke.errors import UnavailableError
 from twostroke.policy.ledger import Life
 from twostroke.router import member as module
 from twostroke.router.member import Member, MemberState
-from twostroke.router.standing import BREAKER
 from twostroke.v1.engine_pb2 import EngineRequest
 from twostroke.worker.assembly import Worker
 
@@ -40,6 +38,7 @@ class Rig:
             accept=lambda _: None,
             changed=self.changed.set,
             load_changed=self.changed.set,
+            kv_changed=lambda _: False,
             step_done=lambda: None,
             ended=self._end,
         )
@@ -154,30 +153,5 @@ async def test_a_release_for_a_life_that_is_over_is_not_sent(run) -> None:
             rig.member.release("s")
             await asyncio.sleep(4 * module.RELEASE_WINDOW_S)
             assert await worker.host.release(["r"]) == 1, "the new life's request of that name is its own"
-
-    await run(test)
-
-
-async def test_a_worker_that_answers_but_fails_is_left_alone_for_a_while_and_tried_again(run) -> None:
-    async def test(rig: Rig) -> None:
-        member, error = rig.member, UnavailableError("its device is gone")
-        async with rig.worker():
-            for _ in range(BREAKER.failures):
-                assert member.state is MemberState.READY
-                member.standing.failed(error)
-            assert (member.state, member.standing.good) == (MemberState.QUIET, False)
-            assert "its device is gone" in member.detail
-            await rig.until(lambda: member.state is MemberState.READY)
-            member.standing.failed(error)
-            assert member.state is MemberState.QUIET, "the probe failed: one is enough"
-            await rig.until(lambda: member.state is MemberState.READY)
-            member.standing.worked()
-            member.standing.failed(error)
-            assert member.state is MemberState.READY
-        member.standing.failed(error)
-        member.standing.failed(error)
-        assert member.state is not MemberState.QUIET, "that is the connection's fault"
-        async with rig.worker():
-            assert member.standing.good, "a new connection, a new beginning"
 
     await run(test)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import cast
 
 import pytest
 
 from twostroke.config import RouterSettings
-from twostroke.errors import NoWorkerError, OverloadedError
+from twostroke.errors import DeadlineError, NoWorkerError, OverloadedError, TwostrokeError
 from twostroke.policy.inflight import InFlight
-from twostroke.policy.plan import Option, Plan
-from twostroke.policy.snapshot import ClusterSnapshot, PlacementRequest, WorkerSnapshot
+from twostroke.policy.placement import place
+from twostroke.policy.plan import STRICT, Option, Plan
+from twostroke.policy.snapshot import DEFAULT_LINK, ClusterSnapshot, PlacementRequest, WorkerSnapshot
 from twostroke.router import waiting
 from twostroke.router.pool import WorkerPool
 from twostroke.router.waiting import WaitingRoom
@@ -25,6 +27,7 @@ class Pool:
     def __init__(self) -> None:
         self.rooms = 0
         self.away = 0.0
+        self.refused: Plan | None = None
         self.inflight = InFlight()
         for name in ("p", "d"):
             self.inflight.describe(WorkerSnapshot(name, name == "p", name == "d", free_blocks=99, total_blocks=99))
@@ -36,10 +39,15 @@ class Pool:
     def place(self, request: PlacementRequest, *, waits: bool = True) -> Plan:
         if self.away:
             raise NoWorkerError("no decode worker is ready")
+        if self.refused:
+            return self.refused
         if not waits:
             return PLACED
         self.rooms -= 1
         return PLACED if self.rooms >= 0 else FULL
+
+    def may_read(self, worker: WorkerSnapshot) -> bool:
+        return worker.reads_prompts
 
     def away_s(self) -> float:
         return self.away
@@ -155,4 +163,43 @@ async def test_workers_that_are_away_are_waited_for_until_patience_ends(pool: Po
     with pytest.raises(NoWorkerError, match="decode") as caught:
         await task
     assert caught.value.retry_after_s == 2
+    assert len(rig.room) == 0
+
+
+def refusal(pending_prompt_tokens: int) -> Plan:
+    """What placement says of a request with a second to go."""
+    workers = [
+        WorkerSnapshot("p", True, False, pending_prompt_tokens, free_blocks=999, total_blocks=999),
+        WorkerSnapshot("d", False, True, free_blocks=999, total_blocks=999),
+    ]
+    links = {("p", "d"): DEFAULT_LINK}
+    request = PlacementRequest(10, expected_output_tokens=10 if pending_prompt_tokens else 1000, deadline_s=1.0)
+    return place(request, ClusterSnapshot(workers, links=links), replace(STRICT, refuse=True))
+
+
+@pytest.mark.parametrize(("pending", "kind"), [(100_000, OverloadedError), (0, DeadlineError)])
+async def test_what_no_way_serves_in_time_is_refused_before_it_waits(
+    pool: Pool, pending: int, kind: type[TwostrokeError]
+) -> None:
+    pool.refused, rig = refusal(pending), Rig(pool)
+    with pytest.raises(kind, match="no way meets the deadline: the soonest, p_then_d,") as caught:
+        rig.room.enter(PlacementRequest(10))
+    assert len(rig.room) == 0
+    assert bool(caught.value.retry_after_s) is bool(pending)
+    pool.refused, pool.rooms = None, 1
+    ticket = rig.room.enter(PlacementRequest(10))
+    assert await rig.room.turn(ticket) is PLACED
+
+
+async def test_what_becomes_hopeless_while_it_waits_is_refused_then(pool: Pool) -> None:
+    rig = Rig(pool)
+    (_, task), (_, other) = rig.enter(), rig.enter()
+    await settled()
+    assert not task.done()
+    pool.refused = refusal(100_000)
+    pool.report()
+    with pytest.raises(OverloadedError, match="no way"):
+        await task
+    with pytest.raises(OverloadedError, match="no way"):
+        await other
     assert len(rig.room) == 0

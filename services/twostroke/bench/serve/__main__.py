@@ -191,7 +191,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds; every system is started in each.")] = 2,
     mixes: Annotated[str, typer.Option(metavar="LIST", help="Of the arrivals' mixes.")] = ",".join(MIXES),
     names: Annotated[str, typer.Option("--systems", metavar="LIST", help="Systems to compare.")] = ",".join(
-        name for name in systems.NAMES if name != systems.ALL
+        systems.NAMES
     ),
     chunks: Annotated[
         str, typer.Option(metavar="LIST", help="Chunk sizes of the system 'chunked'; the best of several is compared.")

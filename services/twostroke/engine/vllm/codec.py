@@ -13,6 +13,7 @@ from twostroke.engine.base import Stroke
 from twostroke.engine.vllm.continuation import Continuation, continuation
 from twostroke.engine.vllm.forced_tokens import BROUGHT_ARG, FORCED_TOKENS_ARG
 from twostroke.engine.vllm.logprobs import to_wire as logprobs_to_wire
+from twostroke.engine.vllm.report import CHUNK_ARG
 from twostroke.engine.vllm.sampling import from_wire as sampling_from_wire
 from twostroke.v1 import engine_pb2 as pb
 
@@ -35,12 +36,13 @@ def core_request(
     going_on: Continuation,
     lora: LoRARequest | None,
     kv_transfer: dict[str, Any] | None,
+    chunk_tokens: int = 0,
 ) -> EngineCoreRequest:
     """What vLLM's engine core is given.
 
     max_tokens: the limit of the whole answer, already cut to the model's length. going_on: how it is given the tokens
     that the request has already. lora: what the request's adapter is to vLLM. kv_transfer: the connector's parameters.
-    Raises ValueError for sampling parameters out of range.
+    chunk_tokens: see Engine.admit. Raises ValueError for sampling parameters out of range.
     """
     sampling = sampling_from_wire(request.sampling)
     extra: dict[str, Any] = {}
@@ -59,6 +61,8 @@ def core_request(
             extra[FORCED_TOKENS_ARG] = list(going_on.forced)
         if going_on.brought:
             extra[BROUGHT_ARG] = vllm_id
+    if chunk_tokens:
+        extra[CHUNK_ARG] = chunk_tokens
     if kv_transfer is not None:
         extra["kv_transfer_params"] = kv_transfer
     sampling.extra_args = extra or None

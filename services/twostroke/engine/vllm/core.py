@@ -15,6 +15,7 @@ from twostroke.config import WorkerSettings
 from twostroke.engine.base import EngineInfo, EngineLoad, EngineOutput, EngineStep, LinkReport, Stroke
 from twostroke.engine.vllm.handoffs import Failed, Handoffs, News, NixlHandoffs, Received, Source, Started
 from twostroke.engine.vllm.launch import Phases, create_config, is_cpu, prepare_environment, start_client
+from twostroke.engine.vllm.report import Report, take_report, to_change, to_sample
 from twostroke.errors import (
     EngineError,
     InvalidRequestError,
@@ -47,6 +48,8 @@ class VllmEngine:
         self._early: list[EngineOutput] = []
         """Outputs that vLLM did not bring."""
         self._load = EngineLoad()
+        self._progress: dict[str, int] = {}
+        """Tokens computed of prompts that have begun, by vLLM's ids."""
         self._client: Any = None
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -61,7 +64,7 @@ class VllmEngine:
             # Not before: they import vLLM.
             from twostroke.engine.vllm import codec, outputs
             from twostroke.engine.vllm.adapters import Adapters
-            from twostroke.engine.vllm.describe import engine_info, kv_layout
+            from twostroke.engine.vllm.describe import block_hashing, engine_info, kv_layout, step_prior
         self._codec, self._outputs = codec, outputs
         settings = self._settings
         with phases.measure("read configuration"):
@@ -89,7 +92,12 @@ class VllmEngine:
             layout.block_size_tokens,
             block_bytes(layout, self._config.model_config.dtype.itemsize),
         )
-        self._info = engine_info(self._config, layout, vllm.__version__, phases.durations_ms, endpoint)
+        weights = await self._client.collective_rpc_async("twostroke_weights")
+        prior = step_prior(self._config, layout, weights)
+        hashing = await self._client.call_utility_async("twostroke_block_hashing")
+        self._info = engine_info(
+            self._config, layout, vllm.__version__, phases.durations_ms, endpoint, prior, block_hashing(hashing)
+        )
         return self._info
 
     def _new_handoffs(self) -> Handoffs:
@@ -99,7 +107,9 @@ class VllmEngine:
 
         return DirectHandoffs(self._worker_id, self._epoch)
 
-    async def admit(self, request: pb.EngineRequest, stroke: Stroke, handoff: Handoff | None = None) -> None:
+    async def admit(
+        self, request: pb.EngineRequest, stroke: Stroke, handoff: Handoff | None = None, chunk_tokens: int = 0
+    ) -> None:
         """Queues a request; see Engine.admit."""
         self._validate(request, stroke, handoff)
         lora = await self._adapters.get(request.adapter) if request.HasField("adapter") else None
@@ -121,7 +131,9 @@ class VllmEngine:
             going_on=going_on,
         )
         try:
-            core_request = self._codec.core_request(request, vllm_id, stroke, limit, going_on, lora, kv_transfer)
+            core_request = self._codec.core_request(
+                request, vllm_id, stroke, limit, going_on, lora, kv_transfer, chunk_tokens
+            )
             await self._client.add_request_async(core_request)
         except ValueError as error:
             self._forget(vllm_id)
@@ -222,8 +234,10 @@ class VllmEngine:
             raise EngineError("vLLM's engine died; its own message is in the log") from error
         converted = [self._convert(output) for output in step.outputs if output.request_id in self._requests]
         early, self._early = self._early, []
-        self._count(step.scheduler_stats, converted)
-        return EngineStep([*early, *converted], self._load)
+        report = take_report(step.scheduler_stats)
+        self._count(step.scheduler_stats, converted, report)
+        samples, changes = map(to_sample, report["steps"]), map(to_change, report["blocks"])
+        return EngineStep([*early, *converted], self._load, list(samples), list(changes))
 
     def _convert(self, output: Any) -> EngineOutput:
         state = self._requests[output.request_id]
@@ -257,12 +271,20 @@ class VllmEngine:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _count(self, stats: Any, outputs: Sequence[EngineOutput]) -> None:
+    def _count(self, stats: Any, outputs: Sequence[EngineOutput], report: Report) -> None:
         load = self._load
+        if stats is not None:
+            self._progress = report["progress"]
+        pending = [
+            max(0, state.prompt_tokens - self._progress.get(vllm_id, 0))
+            for vllm_id, state in self._requests.items()
+            if not state.reported and state.stroke is not Stroke.DECODE
+        ]
         prompts = [output.prompt for output in outputs if output.prompt is not None]
         self._load = replace(
             load,
-            pending_prompt_tokens=sum(r.prompt_tokens for r in self._requests.values() if not r.reported),
+            pending_prompt_tokens=sum(pending),
+            pending_prompts=len(pending),
             computed_prompt_tokens=load.computed_prompt_tokens + sum(prompt.computed_tokens for prompt in prompts),
             generated_tokens=load.generated_tokens + sum(len(output.token_ids) for output in outputs),
             steps=load.steps + (stats is not None),

@@ -10,6 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from twostroke.engine.vllm.generators import rewind_on_cpu
@@ -27,6 +28,18 @@ class WorkerExtension:
         if cores:
             os.sched_setaffinity(0, cores)
         return sorted(os.sched_getaffinity(0))
+
+    def twostroke_weights(self) -> tuple[int, int, int, int]:
+        """Bytes of this rank's weights, parameters of routed experts, others of the layers, and CPU threads."""
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        nbytes = experts = others = 0
+        for name, weight in runner.get_model().named_parameters():
+            nbytes += weight.nbytes
+            if ".experts." in name:
+                experts += weight.numel()
+            elif "embed" not in name and "lm_head" not in name:
+                others += weight.numel()
+        return nbytes, experts, others, torch.get_num_threads()
 
     def twostroke_keep_seeds(self) -> None:
         """Makes seeded requests safe whose prompt takes several steps; needed on the CPU only."""

@@ -157,7 +157,10 @@ class NixlHandoffs:
         return {"kv_transfer_config": config}
 
     def adjust(self, config: Any) -> None:
-        """Nothing to change."""
+        """Puts our scheduler in the place of vLLM's."""
+        scheduler = config.scheduler_config
+        kind = "AsyncSharingScheduler" if scheduler.async_scheduling else "SharingScheduler"
+        scheduler.scheduler_cls = f"twostroke.engine.vllm.scheduling.{kind}"
 
     async def attach(self, client: Any, hear: Callable[[News], None]) -> KvEndpoint:
         self._client = client

@@ -21,8 +21,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from twostroke.config import WorkerSettings, child_environment, free_port, locate_model, set_environment
+from twostroke.config import WorkerSettings, child_environment, free_port, set_environment
 from twostroke.errors import ConfigError, EngineError
+from twostroke.model_path import locate_model
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ _PRELOAD = (
     "twostroke.engine.vllm.direct.connector",
     "twostroke.engine.vllm.direct.scheduler",
     "twostroke.engine.vllm.extension",
+    "twostroke.engine.vllm.scheduling",
     "twostroke.engine.vllm.forced_tokens",
 )
 
@@ -106,6 +108,7 @@ def _free_port(host: str) -> int:
 
 def engine_args(settings: WorkerSettings, kv_arguments: Mapping[str, Any]) -> Any:
     """vLLM's arguments for a worker. kv_arguments: those of its KV connector."""
+    from vllm.config.kv_events import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     cpu = is_cpu()
@@ -123,6 +126,8 @@ def engine_args(settings: WorkerSettings, kv_arguments: Mapping[str, Any]) -> An
         kv_cache_memory_bytes=kv_bytes,
         enforce_eager=cpu if settings.eager is None else settings.eager,
         enable_prefix_caching=True,
+        # Our scheduler tells of them itself.
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         # The front end of the router applied the model's generation settings already.
         generation_config="vllm",
         logits_processors=["twostroke.engine.vllm.forced_tokens:ForcedTokens"],

@@ -83,6 +83,13 @@ class VllmFrontEnd:
                 raise error.__cause__ from None
             raise InvalidRequestError(str(error)) from error
 
+    async def tokenize(self, text: str) -> list[int]:
+        """The tokens of a plain text. Raises InvalidRequestError for one that the model does not take."""
+        try:
+            return list((await self._render(GenerateRequest(text=text)))["prompt_token_ids"])
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequestError(str(error)) from error
+
     async def _render(self, request: GenerateRequest) -> Any:
         renderer = self._llm.renderer
         extras = {"cache_salt": request.cache_salt} if request.HasField("cache_salt") else None

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from twostroke.config import RouterSettings, locate_model, read_file, set_environment
+from twostroke.config import RouterSettings, read_file, set_environment
 from twostroke.errors import ConfigError, TwostrokeError
+from twostroke.model_path import locate_model
 from twostroke.router.access import Access
 from twostroke.router.cluster_service import ClusterService
 from twostroke.router.console.pages import Console

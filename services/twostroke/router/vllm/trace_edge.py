@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from twostroke.router.access import TENANT_HEADER, Access, bearer
 from twostroke.router.edge import OPERATIONS, Edge
+from twostroke.router.ways import SLO_HEADER
 from twostroke.rpc.trace_context import KEYS
 
 _Scope = MutableMapping[str, Any]
@@ -30,8 +31,15 @@ class TraceEdge:
             await self._app(scope, receive, send)
             return
         llm = scope["app"].state.engine_client
-        tenant = _tenant(llm.engine_core.access, scope)
-        edge = Edge(llm.engine_core.tracer, operation, _model(llm), _incoming(scope), tenant)
+        headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        edge = Edge(
+            llm.engine_core.tracer,
+            operation,
+            _model(llm),
+            {key: value for key, value in headers.items() if key in KEYS},
+            _tenant(llm.engine_core.access, headers),
+            headers.get(SLO_HEADER, ""),
+        )
         token = Edge.current.set(edge)
         try:
             await self._app(scope, receive, send)
@@ -45,12 +53,7 @@ def _model(llm: Any) -> str:
     return str(name[0] if isinstance(name, list) else name)
 
 
-def _tenant(access: Access, scope: _Scope) -> str:
-    headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+def _tenant(access: Access, headers: Mapping[str, str]) -> str:
     # Anthropic's clients send x-api-key.
     key = bearer(headers.get("authorization", "")) or headers.get("x-api-key", "")
     return access.tenant(key, headers.get(TENANT_HEADER, ""))
-
-
-def _incoming(scope: _Scope) -> dict[str, str]:
-    return {key.decode(): value.decode("latin-1") for key, value in scope["headers"] if key.decode("latin-1") in KEYS}

@@ -13,13 +13,13 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from twostroke.engine.vllm.direct import notes
+from twostroke.engine.vllm.scheduling import SharingScheduling
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def attach(core: Any) -> list[tuple[bytes, bytes]]:
 EngineCore.twostroke_attach = attach
 
 
-class _HandoffScheduling(Scheduler):
+class _HandoffScheduling(SharingScheduling):
     """What both schedulers have more than vLLM's."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:

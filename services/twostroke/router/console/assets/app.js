@@ -1,6 +1,6 @@
 // Asks the router once a second and shows what it says.
 
-import { bytes, counters, ms, percentile, perToken, phases, running, short, slowest, total } from "./view.js";
+import { bytes, counters, ms, percentile, perToken, phases, running, short, slowest, total, placing, prediction } from "./view.js";
 import { gantt, sparkline, topology } from "./charts.js";
 import { startChat } from "./chat.js";
 
@@ -128,7 +128,7 @@ function showWorkers(cluster, actions) {
     cells(row, [info.worker_id || "?", short(load.role ?? info.role ?? "?"), short(worker.state), String(load.running_requests ?? "-"),
       String(load.waiting_requests ?? "-"), free, String(load.held_handoffs ?? "-"), worker.address]);
     row.children[2].className = { ready: "good", starting: "warn", draining: "warn", quiet: "warn" }[short(worker.state)] ?? "bad";
-    row.title = worker.detail;
+    row.title = [worker.detail, prediction(worker)].filter(Boolean).join("\n");
     if (actions.length && !row.children[8]) row.append(element("td", {}, ...buttons(info.worker_id, actions)));
   });
 }
@@ -171,6 +171,7 @@ function showLinks(cluster) {
   const counts = cluster.handoffs ?? {};
   $("handoffs").textContent = `Hand-offs: ${counts.offered ?? 0} offered, ${counts.receiving ?? 0} receiving, ${counts.received ?? 0} received, `
     + `${counts.released ?? 0} released, ${counts.lost ?? 0} lost. Prompts recomputed on decode: ${cluster.recomputed_prompts}.`;
+  $("placing").textContent = placing(cluster);
 }
 
 function showRequests() {
@@ -227,7 +228,7 @@ function details(request, strokes, whole) {
   const time = request.timeline, each = perToken(request);
   const facts = `prompt ${request.prompt_tokens} tokens, answer ${request.completion_tokens}; first token after `
     + `${time.first_token_ms ? ms(time.first_token_ms) : "-"}${Number.isFinite(each) ? `, then ${ms(each)} a token` : ""}; placed ${time.attempts} time${time.attempts === 1 ? "" : "s"}; `
-    + `${time.decode_computed_tokens} prompt tokens computed on decode`;
+    + `${time.decode_computed_tokens} prompt tokens computed on decode${request.why ? `; ways by cost: ${request.why}` : ""}`;
   const trace = request.trace_id && (traceUrl
     ? element("a", { href: traceUrl + request.trace_id, target: "_blank", rel: "noopener", textContent: `trace ${request.trace_id}` })
     : `trace ${request.trace_id}`);

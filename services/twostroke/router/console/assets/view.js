@@ -80,3 +80,17 @@ export function counters(cluster) {
   const sum = (name) => cluster.workers.reduce((all, worker) => all + Number(worker.load?.[name] ?? 0), 0);
   return { generated: sum("generated_tokens"), computed: sum("computed_prompt_tokens"), moved: sum("kv_received_bytes") };
 }
+
+// What a router expects of a worker's steps.
+export function prediction(worker) {
+  const steps = worker.steps;
+  if (!steps || !Number(steps.observed)) return "";
+  return `a step with one answer ${ms(steps.decode_ms)}, a prompt token ${steps.prefill_token_us.toFixed(1)} us, `
+    + `error ${Math.round((steps.error ?? 0) * 100)}% after ${steps.observed} steps`;
+}
+
+// The ways that are open, and what the controller of roles found.
+export function placing(cluster) {
+  const ways = (cluster.ways ?? []).join(", ") || "none", advice = cluster.role_advice;
+  return `Ways open: ${ways}. KV blocks known in prefix caches: ${cluster.known_blocks ?? 0}.` + (advice ? ` Roles: ${advice.why}.` : "");
+}

@@ -1,0 +1,66 @@
+"""Who gets how much of a step, among the prompts of one worker: the shortest first, and the oldest never nothing.
+
+A short prompt that comes while a long one is computed is in the very next step, and the long one has the rest of every
+step. The oldest has a part of each step for certain, so that no flood of shorter ones can hold it up for ever, and is
+let in first, so that they cannot take the memory that it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CERTAIN = 4
+"""One part in so many of a step's room is for the oldest prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that has tokens to compute.
+
+    left_tokens: how many. chunk_tokens: most that one step computes of it; 0 is no limit. priority: lower first,
+    whatever its length. resumed: its client has tokens already, so it goes before all that have none. blocks: that it
+    needs to be let in; None for one that runs.
+    """
+
+    left_tokens: int
+    chunk_tokens: int = 0
+    priority: int = 0
+    resumed: bool = False
+    blocks: int | None = None
+
+    def wants(self, room_tokens: int) -> int:
+        """What it would get of so much room, were it alone."""
+        return min(self.left_tokens, room_tokens, self.chunk_tokens or room_tokens)
+
+
+def divide(prompts: Sequence[Prompt], room_tokens: int, places: int, free_blocks: int) -> list[tuple[int, int]]:
+    """Divides a step among prompts.
+
+    prompts: the older first. places, free_blocks: how many more may run, and what they may take. Returns index and
+    tokens of those that run or are to be let in, in the order in which this is to happen; some get no tokens. Nobody is
+    let in before one that does not fit.
+    """
+    if not prompts:
+        return []
+    by_length = sorted(range(len(prompts)), key=lambda index: _key(prompts[index]))
+    oldest = min(range(len(prompts)), key=lambda index: prompts[index].priority)
+    there = []
+    for index in [oldest, *(index for index in by_length if index != oldest)]:
+        blocks = prompts[index].blocks
+        if blocks is not None:
+            places, free_blocks = places - 1, free_blocks - blocks
+        if blocks is None or (places >= 0 and free_blocks >= 0):
+            there.append(index)
+    certain = prompts[oldest].wants(-(-room_tokens // CERTAIN)) if oldest in there else 0
+    tokens = dict.fromkeys(there, 0)
+    for index in by_length:
+        if index in tokens:
+            certain = 0 if index == oldest else certain
+            tokens[index] = prompts[index].wants(room_tokens - certain)
+            room_tokens -= tokens[index]
+    return list(tokens.items())
+
+
+def _key(prompt: Prompt) -> tuple[int, int]:
+    return prompt.priority, 0 if prompt.resumed else prompt.left_tokens
