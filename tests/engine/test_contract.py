@@ -168,7 +168,8 @@ def test_queues_are_made_with_the_condition_that_we_put_in_its_place() -> None:
     waits = inspect.getsource(shm_broadcast.SpinCondition.wait)
     assert "self.last_read + self.busy_loop_s" in waits
     assert issubclass(ShortSpin, shm_broadcast.SpinCondition)
-    assert list(inspect.signature(shm_broadcast.SpinCondition.record_read).parameters) == ["self"]
+    assert list(inspect.signature(shm_broadcast.SpinCondition.wait).parameters) == ["self", "timeout_ms"]
+    assert inspect.getsource(shm_broadcast.MessageQueue).count("_spin_condition.wait(timeout_ms=") == 1
 
 
 def test_the_runner_takes_back_draws_where_we_keep_them_from_it() -> None:

@@ -1,0 +1,60 @@
+"""How vLLM's processes wait for each other, on the queue that they really use."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("vllm", reason="the engine is not installed")
+
+from vllm.distributed.device_communicators import shm_broadcast
+
+from twostroke.engine.vllm.waiting import ACTIVE_S, RECHECK_MS, ShortSpin
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[shm_broadcast.MessageQueue, shm_broadcast.MessageQueue]]:
+    """A writer and its reader."""
+    monkeypatch.setattr(shm_broadcast, "SpinCondition", ShortSpin)
+    writer = shm_broadcast.MessageQueue(1, 1)
+    reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
+    waits = threading.Thread(target=writer.wait_until_ready)
+    waits.start()
+    reader.wait_until_ready()
+    waits.join()
+    yield writer, reader
+    reader.shutdown()
+    writer.shutdown()
+
+
+def test_a_message_whose_notification_is_lost_is_seen_while_messages_are_frequent(
+    queues: tuple[shm_broadcast.MessageQueue, shm_broadcast.MessageQueue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own readers look by themselves every 5 s; its spinning hides that a notification was dropped."""
+    writer, reader = queues
+    writer.enqueue("first")
+    assert reader.dequeue(timeout=10) == "first"
+    monkeypatch.setattr(writer._spin_condition, "notify", lambda: None)
+    later = threading.Timer(ACTIVE_S / 10, writer.enqueue, ["second"])
+    began_s = time.monotonic()
+    later.start()
+    assert reader.dequeue(timeout=10) == "second"
+    later.join()
+    assert time.monotonic() - began_s < ACTIVE_S
+
+
+def test_a_reader_of_frequent_messages_sleeps_between_them(
+    queues: tuple[shm_broadcast.MessageQueue, shm_broadcast.MessageQueue],
+) -> None:
+    writer, reader = queues
+    writer.enqueue("first")
+    assert reader.dequeue(timeout=10) == "first"
+    used_s = time.thread_time()
+    with pytest.raises(TimeoutError):
+        reader.dequeue(timeout=ACTIVE_S / 2)
+    # vLLM's own would spin all the time; ours looks every RECHECK_MS.
+    assert RECHECK_MS >= 1
+    assert time.thread_time() - used_s < ACTIVE_S / 8
