@@ -56,7 +56,7 @@ def ucx_headers() -> list[str]:
 def native() -> Extension:
     """The UCX binding. Optional: without a compiler the package installs all the same, and kv/ucx.py says why not."""
     folder = "services/twostroke/kv"
-    parts = ("worker", "peer", "transfer", "serve", "library", "digest")
+    parts = ("worker", "peer", "transfer", "serve", "network", "library", "digest")
     return Extension(
         "twostroke.kv._ucx",
         sources=[f"{folder}/_ucx.c", *(f"{folder}/_ucx_{part}.c" for part in parts)],

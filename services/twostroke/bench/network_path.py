@@ -21,23 +21,27 @@ class NetworkPath:
         self._namespace = f"twostroke-{high:02x}{low:02x}"
         self.device, self.inner = f"ts{high:02x}{low:02x}a", f"ts{high:02x}{low:02x}b"
         self.inside = ["ip", "netns", "exec", self._namespace]
-        addresses = [
+        self._addresses = [
             (f"10.213.{high}.{(low & 0xFC) + end}/30", f"fd00:213:{high:x}:{low:x}::{end}/64") for end in (1, 2)
         ]
-        self.inner_host = addresses[1][0].partition("/")[0]
+        self.inner_host = self._addresses[1][0].partition("/")[0]
         try:
             _run("ip", "netns", "add", self._namespace)
-            _run("ip", "link", "add", self.device, "type", "veth", "peer", "name", self.inner, "netns", self._namespace)
-            for place, device, (ipv4, ipv6) in (
-                ((), self.device, addresses[0]),
-                (("-n", self._namespace), self.inner, addresses[1]),
-            ):
-                _run("ip", *place, "addr", "add", ipv4, "dev", device)
-                _run("ip", *place, "addr", "add", ipv6, "dev", device, "nodad")
-                _run("ip", *place, "link", "set", device, "up")
+            self._connect()
         except UnavailableError:
             self.remove()
             raise
+
+    def _connect(self) -> None:
+        inside = ("-n", self._namespace)
+        _run("ip", "link", "add", self.device, "type", "veth", "peer", "name", self.inner, "netns", self._namespace)
+        for place, device, (ipv4, ipv6) in (
+            ((), self.device, self._addresses[0]),
+            (inside, self.inner, self._addresses[1]),
+        ):
+            _run("ip", *place, "addr", "add", ipv4, "dev", device)
+            _run("ip", *place, "addr", "add", ipv6, "dev", device, "nodad")
+            _run("ip", *place, "link", "set", device, "up")
 
     def cut(self) -> None:
         """No packet passes any more, and nobody is told."""
@@ -46,6 +50,11 @@ class NetworkPath:
     def heal(self) -> None:
         """They pass again, over IPv4."""
         _run("ip", "-n", self._namespace, "link", "set", self.inner, "up")
+
+    def replace(self) -> None:
+        """Other interfaces of the same names and addresses, as for a container that is disconnected and connected."""
+        _run("ip", "link", "del", self.device)
+        self._connect()
 
     def remove(self) -> None:
         """With all that is in it."""

@@ -299,16 +299,18 @@ static PyObject *event_tuple(const Event *event)
 
 static PyObject *Worker_poll(PyObject *self, PyObject *args)
 {
+    char error[TEXT_BYTES];
     double timeout_s;
+    int status;
     if (!PyArg_ParseTuple(args, "d", &timeout_s))
         return NULL;
     Worker *w = enter(self);
     if (w == NULL)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    worker_poll(w, timeout_s);
+    status = worker_poll(w, timeout_s, error);
     Py_END_ALLOW_THREADS
-    PyObject *result = PyList_New(0);
+    PyObject *result = status == 0 ? PyList_New(0) : raise(error);
     Event *next;
     for (Event *event = worker_take_events(w); event != NULL; event = next) {
         next = event->next;
@@ -322,7 +324,7 @@ static PyObject *Worker_poll(PyObject *self, PyObject *args)
         event_free(event);
     }
     leave(self);
-    if (PyErr_CheckSignals() != 0)
+    if (result != NULL && PyErr_CheckSignals() != 0)
         Py_CLEAR(result);
     return result;
 }

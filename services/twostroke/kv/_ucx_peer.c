@@ -194,6 +194,7 @@ static ucs_status_t on_welcome(void *argument, const void *header, size_t header
     if (peer != NULL && !peer->ready) {
         peer->ready = true;
         peer->direct = reads_directly(w, peer);
+        network_used(w, peer->endpoint);
         event_new(w, EVENT_READY, peer->id);
     }
     return UCS_OK;

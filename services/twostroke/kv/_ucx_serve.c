@@ -155,6 +155,7 @@ static void welcome(Worker *w, const Greeting *greeting)
         reader_free(reader); /* it learns of it from its deadline */
         return;
     }
+    network_used(w, reader->endpoint);
     reader->next = w->readers;
     w->readers = reader;
     Hello hello = {reader->nonce};

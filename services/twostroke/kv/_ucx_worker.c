@@ -165,27 +165,38 @@ static bool sleep_until(Worker *w, double end)
     return true;
 }
 
-void worker_poll(Worker *w, double timeout_s)
+/* All progress of UCX is made here. */
+static unsigned progress(Worker *w)
+{
+    return network_replaced(w) ? 0 : w->ucx.ucp_worker_progress(w->worker);
+}
+
+int worker_poll(Worker *w, double timeout_s, char *error)
 {
     double end = now_s() + timeout_s;
     for (;;) {
-        unsigned progressed = w->ucx.ucp_worker_progress(w->worker);
+        unsigned progressed = progress(w);
+        if (w->replaced) {
+            snprintf(error, TEXT_BYTES,
+                     "a network interface in use was replaced, and UCX keeps to the former one; restart this worker");
+            return -1;
+        }
         bool more = advance_all(w);
         if (atomic_exchange(&w->woken, 0) || w->first_event != NULL)
-            return;
+            return 0;
         if (now_s() >= end)
-            return;
+            return 0;
         if (progressed != 0 || more || w->ucx.ucp_worker_arm(w->worker) == UCS_ERR_BUSY)
             continue;
         if (!sleep_until(w, next_deadline(w, end)))
-            return;
+            return 0;
     }
 }
 
 /* Progress without the descriptor, for ends of operations that it may not announce. */
 static void spin_once(Worker *w)
 {
-    if (w->ucx.ucp_worker_progress(w->worker) == 0 && !advance_all(w)) {
+    if (progress(w) == 0 && !advance_all(w)) {
         struct timespec pause = {.tv_nsec = 50000};
         nanosleep(&pause, NULL);
     }
@@ -295,6 +306,7 @@ static void free_all(Worker *w)
         event_free(event);
     }
     serve_free(w);
+    network_close(w);
     free(w->regions);
     free(w->name);
     w->regions = NULL;
@@ -307,6 +319,11 @@ void worker_close(Worker *w, double limit_s)
     if (!w->open)
         return;
     w->open = false;
+    if (network_replaced(w)) {
+        close(w->wake_fd);
+        free_all(w);
+        return;
+    }
     double end = now_s() + limit_s;
     for (Peer *peer = w->peers; peer != NULL; peer = peer->next) {
         peer_batches_failed(w, peer, FAILED_FENCED, "the transport is closed");
@@ -426,6 +443,7 @@ int worker_open(Worker *w, const char *library, const char *name, size_t name_by
         return -1;
     }
     memcpy(w->name, name, name_bytes);
+    network_open(w);
     w->name_bytes = name_bytes;
     w->window = window;
     w->direct = direct;

@@ -42,6 +42,7 @@ typedef struct Worker Worker;
 
 typedef struct Reader Reader;
 typedef struct Greeting Greeting;
+typedef struct Interface Interface;
 
 enum { AM_SIGNAL = 1, AM_HELLO, AM_WELCOME, AM_READ, AM_DATA, AM_BYE };
 
@@ -127,7 +128,10 @@ struct Worker {
     Event *first_event, *last_event;
     int64_t last_id;
     uint64_t last_operation;
-    bool open;
+    Interface *interfaces;
+    int network_fd;
+    double network_look_s;
+    bool open, replaced;
 };
 
 typedef struct {
@@ -147,8 +151,8 @@ Peer *worker_peer(Worker *w, int64_t id);
 /* Takes `rows` over, also on failure. Posts nothing when a row lies outside the registered memory of either side. */
 int64_t worker_get(Worker *w, int64_t peer, int64_t *rows, size_t row_count, double deadline, char *error);
 int worker_signal(Worker *w, int64_t peer, const void *payload, size_t nbytes, char *error);
-/* Blocks up to timeout_s, until an event, a wake or a Unix signal. */
-void worker_poll(Worker *w, double timeout_s);
+/* Blocks up to timeout_s, until an event, a wake or a Unix signal. -1: nothing moves any more. */
+int worker_poll(Worker *w, double timeout_s, char *error);
 Event *worker_take_events(Worker *w);
 void event_free(Event *event);
 void worker_wake(Worker *w);
@@ -156,7 +160,8 @@ void worker_wake(Worker *w);
  * (address, bytes) of the operations that did not end, for the caller to free. The peer is gone afterwards. */
 int worker_fence(Worker *w, int64_t peer, double limit_s, double settle_s, int64_t **left, size_t *left_count,
                  char *error);
-/* Blocks up to limit_s. Ends what is open and frees everything; the worker cannot be used again. */
+/* Blocks up to limit_s. Ends what is open and frees everything; the worker cannot be used again. What UCX has stays
+ * with it where it makes no progress any more. */
 void worker_close(Worker *w, double limit_s);
 
 /* ---- between the files: _ucx_worker.c ---- */
@@ -173,6 +178,15 @@ Region *region_at(const Worker *w, uint64_t address);
 ucs_status_t set_handler(Worker *w, unsigned id, ucp_am_recv_callback_t callback);
 /* Blocks until `end`. Sets *endpoint to NULL. */
 void close_endpoint(Worker *w, ucp_ep_h *endpoint, unsigned flags, double end);
+
+/* ---- _ucx_network.c ---- */
+
+void network_open(Worker *w);
+void network_close(Worker *w);
+/* Its lanes' interfaces matter from now on. */
+void network_used(Worker *w, ucp_ep_h endpoint);
+/* Whether one that matters was replaced; then UCX must make no progress. */
+bool network_replaced(Worker *w);
 
 /* ---- _ucx_peer.c ---- */
 

@@ -1,8 +1,9 @@
 """The UCX backend: a thin native binding on libucp, found at run time.
 
 Settings. `UCX_*` variables are UCX's own and are honoured, UCX_TLS and UCX_NET_DEVICES above all; `options` of the
-constructor win over them. Three defaults are ours, unless the environment sets them: RNDV_THRESH=inf and
-ADDRESS_VERSION=v2, without which UCX picks only tcp for endpoints with error handling, and MAX_RMA_RAILS=2.
+constructor win over them. Four defaults are ours, unless the environment sets them: RNDV_THRESH=inf and
+ADDRESS_VERSION=v2, without which UCX picks only tcp for endpoints with error handling, MAX_RMA_RAILS=2, and
+TCP_CONN_NB=y, without which a connect to a host that is gone blocks all transfers for seconds.
 Error handling of endpoints is always on. Transports that lack it are never chosen, and a UCX_TLS that names only such
 fails at connect; posix and sysv have it only with UCX_POSIX_ERROR_HANDLING=y and UCX_SYSV_ERROR_HANDLING=y, and notice
 a killed peer only by keepalive (20 s) then.
@@ -41,7 +42,7 @@ from twostroke.kv.transport import (
     unpack_address,
 )
 
-DEFAULTS = {"RNDV_THRESH": "inf", "ADDRESS_VERSION": "v2", "MAX_RMA_RAILS": "2"}
+DEFAULTS = {"RNDV_THRESH": "inf", "ADDRESS_VERSION": "v2", "MAX_RMA_RAILS": "2", "TCP_CONN_NB": "y"}
 OLDEST_VERSION = (1, 16)
 """Before it, reads over tcp by endpoints with error handling are another, untested code path of UCX."""
 WINDOW = 64

@@ -1,9 +1,12 @@
 """Hand-offs whose other end dies, stops or is cut off in the middle, over the real transport; handoff_faults.py says
 how a round goes. Each round runs in a process of its own."""
 
+from collections.abc import Callable
+
 import pytest
 
 from twostroke.bench.handoff_faults import ALLOWED_S, RELEASE_S, Round, run_round
+from twostroke.bench.kv_ranks import SourceRank
 from twostroke.bench.network_path import NetworkPath
 from twostroke.errors import UnavailableError
 
@@ -62,3 +65,25 @@ def test_a_killed_reader_costs_its_source_nothing() -> None:
     assert result.released_s is not None
     assert result.released_s <= RELEASE_S
     assert result.serves_again
+
+
+def test_a_replaced_interface_is_said_and_ends_no_process(start_rank: Callable[..., SourceRank]) -> None:
+    """UCX knows the routes of its start only, and dies of a peer that connects over a new interface."""
+    try:
+        path = NetworkPath()
+    except UnavailableError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    try:
+        source = start_rank("p/1/0", options={"TLS": "tcp"}, prefix=path.inside)
+        reader = start_rank("d/1/0", options={"TLS": "tcp"})
+        slot, generation = source.offer("h")
+        memory = source.memory.SerializeToString().hex()
+        reader.tell(f"read h {source.name} {source.address.hex()} {memory} {slot} {generation} 1")
+        source.serve("h", [0])
+        source.event("done", "h")
+        path.replace()
+        for rank in (source, reader):
+            assert "was replaced" in rank.event("fatal")["id"]
+            assert rank.alive()
+    finally:
+        path.remove()
