@@ -195,7 +195,6 @@ async def pools(model: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIt
             await watch(made.grpc, lambda view: sum(w.state == WORKER_STATE_READY for w in view.workers) == len(names))
             asked = {name: pools.ask(request) for name, request in STREAMS.items()}
             pools.undisturbed = {name: await each.done for name, each in asked.items()}
-            # Not beside the others: on CPU, vLLM's engine dies of a request with a seed that gets a part of a step.
             pools.undisturbed["long"] = await pools.ask(LONG).done
             yield pools
 

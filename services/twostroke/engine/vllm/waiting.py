@@ -26,8 +26,7 @@ class ShortSpin(shm_broadcast.SpinCondition):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.busy_loop_s = SPIN_S if self.is_reader else 0
+        super().__init__(*args, busy_loop_s=SPIN_S, **kwargs)
 
     def wait(self, timeout_ms: int | None = None) -> None:
         """Returns at a notification, after timeout_ms, or when it is time to look; the caller looks in any case."""
