@@ -200,7 +200,6 @@ static PyObject *Worker_connect(PyObject *self, PyObject *args)
 
 static PyObject *Worker_lanes(PyObject *self, PyObject *args)
 {
-    enum { MOST = 32 };
     long long id;
     if (!PyArg_ParseTuple(args, "L", &id))
         return NULL;
@@ -209,16 +208,11 @@ static PyObject *Worker_lanes(PyObject *self, PyObject *args)
         return NULL;
     Peer *peer = worker_peer(w, id);
     PyObject *result = NULL;
-    ucp_transport_entry_t entries[MOST];
-    ucp_ep_attr_t attributes = {.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS};
-    attributes.transports.entries = entries;
-    attributes.transports.num_entries = MOST;
-    attributes.transports.entry_size = sizeof entries[0];
-    if (peer == NULL || peer->endpoint == NULL || w->ucx.ucp_ep_query(peer->endpoint, &attributes) != UCS_OK)
-        attributes.transports.num_entries = 0;
+    ucp_transport_entry_t lanes[MOST_LANES];
+    unsigned count = peer == NULL || peer->endpoint == NULL ? 0 : lanes_of(w, peer->endpoint, lanes);
     result = PyList_New(0);
-    for (unsigned i = 0; result != NULL && i < attributes.transports.num_entries; i++) {
-        PyObject *lane = PyUnicode_FromFormat("%s/%s", entries[i].transport_name, entries[i].device_name);
+    for (unsigned i = 0; result != NULL && i < count; i++) {
+        PyObject *lane = PyUnicode_FromFormat("%s/%s", lanes[i].transport_name, lanes[i].device_name);
         if (lane == NULL || PyList_Append(result, lane) != 0)
             Py_CLEAR(result);
         Py_XDECREF(lane);

@@ -73,16 +73,11 @@ void network_close(Worker *w)
 
 void network_used(Worker *w, ucp_ep_h endpoint)
 {
-    ucp_transport_entry_t entries[32];
-    ucp_ep_attr_t attributes = {.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS};
-    attributes.transports.entries = entries;
-    attributes.transports.num_entries = sizeof entries / sizeof entries[0];
-    attributes.transports.entry_size = sizeof entries[0];
-    if (w->interfaces == NULL || w->ucx.ucp_ep_query(endpoint, &attributes) != UCS_OK)
-        return;
-    for (unsigned i = 0; i < attributes.transports.num_entries; i++)
+    ucp_transport_entry_t lanes[MOST_LANES];
+    unsigned count = w->interfaces == NULL ? 0 : lanes_of(w, endpoint, lanes);
+    for (unsigned i = 0; i < count; i++)
         for (Interface *interface = w->interfaces; interface != NULL; interface = interface->next)
-            if (strcmp(interface->name, entries[i].device_name) == 0)
+            if (strcmp(interface->name, lanes[i].device_name) == 0)
                 interface->used = true;
 }
 

@@ -159,19 +159,23 @@ Peer *peer_by_nonce(Worker *w, uint64_t nonce)
     return NULL;
 }
 
+unsigned lanes_of(const Worker *w, ucp_ep_h endpoint, ucp_transport_entry_t *lanes)
+{
+    ucp_ep_attr_t attributes = {.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS};
+    attributes.transports.entries = lanes;
+    attributes.transports.num_entries = MOST_LANES;
+    attributes.transports.entry_size = sizeof *lanes;
+    return w->ucx.ucp_ep_query(endpoint, &attributes) == UCS_OK ? attributes.transports.num_entries : 0;
+}
+
 /* Whether GET is done by the kernel or by hardware over this endpoint's lanes, and not by messages. */
 static bool reads_directly(Worker *w, Peer *peer)
 {
     static const char *const able[] = {"cma", "knem", "xpmem", "rc", "dc", "srd"};
-    ucp_transport_entry_t entries[32];
-    ucp_ep_attr_t attributes = {.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS};
-    attributes.transports.entries = entries;
-    attributes.transports.num_entries = sizeof entries / sizeof entries[0];
-    attributes.transports.entry_size = sizeof entries[0];
-    if (!w->direct || w->ucx.ucp_ep_query(peer->endpoint, &attributes) != UCS_OK)
-        return false;
-    for (unsigned i = 0; i < attributes.transports.num_entries; i++) {
-        const char *name = entries[i].transport_name;
+    ucp_transport_entry_t lanes[MOST_LANES];
+    unsigned count = w->direct ? lanes_of(w, peer->endpoint, lanes) : 0;
+    for (unsigned i = 0; i < count; i++) {
+        const char *name = lanes[i].transport_name;
         for (size_t k = 0; k < sizeof able / sizeof able[0]; k++) {
             size_t length = strlen(able[k]);
             if (strncmp(name, able[k], length) == 0 && (name[length] == '\0' || name[length] == '_'))

@@ -44,6 +44,7 @@ typedef struct Reader Reader;
 typedef struct Greeting Greeting;
 typedef struct Interface Interface;
 
+enum { MOST_LANES = 32 };
 enum { AM_SIGNAL = 1, AM_HELLO, AM_WELCOME, AM_READ, AM_DATA, AM_BYE };
 
 typedef struct {
@@ -194,6 +195,8 @@ bool network_replaced(Worker *w);
 int message_send(Worker *w, ucp_ep_h endpoint, unsigned id, const void *header, size_t header_bytes,
                  const void *payload, size_t payload_bytes, ucp_mem_h memory, size_t *counter, char *error);
 ucs_status_t peer_set_handlers(Worker *w);
+/* Writes what an endpoint's lanes use, at most MOST_LANES of them; returns how many. */
+unsigned lanes_of(const Worker *w, ucp_ep_h endpoint, ucp_transport_entry_t *lanes);
 Peer *peer_by_nonce(Worker *w, uint64_t nonce);
 bool peer_idle(const Peer *peer);
 void peers_advance(Worker *w, double time);
