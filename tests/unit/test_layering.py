@@ -29,11 +29,12 @@ ALLOWED = {
     "errors": set(),
     "config": set(),
     "model_path": set(),
+    "huge_pages": set(),
     "cli_ask": {"launch"},
     "cli": {"cli_ask", "launch", "router", "worker", "bench", "sim"},
     "__main__": {"cli"},
 }
-COMMON = {"errors", "config", "model_path", "v1"}
+COMMON = {"errors", "config", "model_path", "huge_pages", "v1"}
 
 # Library -> where it may be imported.
 OUTSIDE = {

@@ -214,7 +214,7 @@ class Builder:
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": _HOST,
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._port()),
-            **self._devices.preloaded(self._environment),
+            **self._devices.tuned(self._environment),
         }
 
 

@@ -244,7 +244,7 @@ async def worker_pair(
     """Starts prefill on the first core of this machine and decode on the second. Both are gone afterwards."""
     inherited = child_environment()
     found = devices.detect(inherited)
-    environment = {"TORCHDYNAMO_DISABLE": "1", **found.preloaded(inherited)}
+    environment = {"TORCHDYNAMO_DISABLE": "1", **found.tuned(inherited)}
     addresses: dict[str, str] = {}
     processes: dict[str, Watched] = {}
     began_s = time.monotonic()

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from twostroke.huge_pages import huge_page_tunables
+
 
 @dataclass(frozen=True, slots=True)
 class Devices:
@@ -21,16 +23,20 @@ class Devices:
     preload: tuple[str, ...] = ()
     """Libraries that make an engine on CPU faster when they are loaded first."""
 
-    def preloaded(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """LD_PRELOAD for an engine on CPU: ours before what the environment names, with one OpenMP among them.
+    def tuned(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """What an engine on CPU is started with: huge pages, and an LD_PRELOAD with ours before what the environment
+        names, and one OpenMP among them.
 
         A process that has configured vLLM once has libgomp in its LD_PRELOAD, and vLLM refuses to start with two.
         """
+        if self.gpus:
+            return {}
         named = environment.get("LD_PRELOAD", "").replace(":", " ").split()
         if any(map(_is_openmp, self.preload)):
             named = [path for path in named if not _is_openmp(path)]
         libraries = dict.fromkeys([*self.preload, *named])
-        return {"LD_PRELOAD": " ".join(libraries)} if libraries else {}
+        preload = {"LD_PRELOAD": " ".join(libraries)} if libraries else {}
+        return {"GLIBC_TUNABLES": huge_page_tunables(environment), **preload}
 
 
 def detect(environment: Mapping[str, str]) -> Devices:

@@ -121,7 +121,7 @@ def _worker(
 
 def _on_cpu(devices: Devices, environment: Mapping[str, str]) -> dict[str, str]:
     # TorchDynamo: the first use of logprobs would compile for minutes, in the middle of serving.
-    return {"TORCHDYNAMO_DISABLE": environment.get("TORCHDYNAMO_DISABLE", "1"), **devices.preloaded(environment)}
+    return {"TORCHDYNAMO_DISABLE": environment.get("TORCHDYNAMO_DISABLE", "1"), **devices.tuned(environment)}
 
 
 def _on_gpu(options: UpOptions, devices: Devices, index: int) -> tuple[list[str], dict[str, str]]:

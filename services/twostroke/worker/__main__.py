@@ -73,9 +73,9 @@ def main(argv: Sequence[str] | None = None, role: str | None = None) -> int:
     settings = parse(WorkerSettings, arguments, "twostroke worker", __doc__ or "")
     set_up(settings.log_level, settings.log_format)
     if settings.engine == "vllm":
-        from twostroke.engine.vllm.launch import preload_libraries
+        from twostroke.engine.vllm.launch import tune_process
 
-        preload_libraries()
+        tune_process()
     try:
         code = asyncio.run(serve(settings))
         if settings.engine == "vllm":

@@ -24,14 +24,26 @@ def test_a_missing_distribution_is_not_installed() -> None:
     assert devices._installed("pytest")
 
 
+HUGE = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
 def test_one_openmp_is_preloaded_whatever_the_environment_names() -> None:
     """vLLM adds libgomp to the environment of every process that configured it, and refuses to start with two."""
     ours = devices.Devices((), (0,), ("/env/lib/libiomp5.so", "/vllm/libs/libtcmalloc.so.4"))
     both = " ".join(ours.preload)
-    assert ours.preloaded({}) == {"LD_PRELOAD": both}
+    assert ours.tuned({}) == {"LD_PRELOAD": both} | HUGE
     polluted = "/vllm/libs/libtcmalloc.so.4:/torch.libs/libgomp-24e2ab19.so.1:/lib/mine.so"
-    assert ours.preloaded({"LD_PRELOAD": polluted}) == {"LD_PRELOAD": f"{both} /lib/mine.so"}
-    assert ours.preloaded({"LD_PRELOAD": both}) == {"LD_PRELOAD": both}
-    none = devices.Devices(("0",), (0,))
-    assert none.preloaded({"LD_PRELOAD": "/lib/libgomp.so.1"}) == {"LD_PRELOAD": "/lib/libgomp.so.1"}
-    assert none.preloaded({}) == {}
+    assert ours.tuned({"LD_PRELOAD": polluted}) == {"LD_PRELOAD": f"{both} /lib/mine.so"} | HUGE
+    assert ours.tuned({"LD_PRELOAD": both}) == {"LD_PRELOAD": both} | HUGE
+    none = devices.Devices((), (0,))
+    assert none.tuned({"LD_PRELOAD": "/lib/libgomp.so.1"}) == {"LD_PRELOAD": "/lib/libgomp.so.1"} | HUGE
+    assert none.tuned({}) == HUGE
+
+
+def test_engines_on_cpu_get_huge_pages_unless_the_environment_decides() -> None:
+    ours = devices.Devices((), (0,))
+    assert ours.tuned({"GLIBC_TUNABLES": "glibc.malloc.check=1"}) == {
+        "GLIBC_TUNABLES": "glibc.malloc.check=1:glibc.malloc.hugetlb=1"
+    }
+    assert ours.tuned({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}) == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
+    assert devices.Devices(("0",), (0,)).tuned({}) == {}

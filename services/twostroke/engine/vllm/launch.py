@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from twostroke.config import WorkerSettings, child_environment, free_port, set_environment
 from twostroke.errors import ConfigError, EngineError
+from twostroke.huge_pages import huge_page_tunables
 from twostroke.model_path import locate_model
 
 log = logging.getLogger(__name__)
@@ -185,15 +186,18 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def preload_libraries() -> None:
-    """Starts this process again with the OpenMP that vLLM on CPU wants preloaded, unless it has one."""
+def tune_process() -> None:
+    """Starts this process again with what an engine on CPU must be started with, the OpenMP that vLLM wants preloaded
+    and huge pages, unless it has that."""
     environment = child_environment()
-    loaded = environment.get("LD_PRELOAD", "")
+    if Path("/dev/nvidia0").exists() or not sys.platform.startswith("linux"):
+        return
+    wanted = {"GLIBC_TUNABLES": huge_page_tunables(environment)}
+    loaded, openmp = environment.get("LD_PRELOAD", ""), Path(sys.prefix) / "lib" / "libiomp5.so"
     # vLLM refuses two of them, and puts libgomp there itself in every process that has configured it.
-    if any(name in loaded for name in ("libiomp", "libomp", "libgomp")) or not sys.platform.startswith("linux"):
+    if not any(name in loaded for name in ("libiomp", "libomp", "libgomp")) and openmp.exists():
+        wanted["LD_PRELOAD"] = ":".join(filter(None, [loaded, str(openmp)]))
+    if all(environment.get(name) == value for name, value in wanted.items()):
         return
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    if Path("/dev/nvidia0").exists() or not openmp.exists():
-        return
-    set_environment(LD_PRELOAD=":".join(filter(None, [loaded, str(openmp)])))
+    set_environment(**wanted)
     os.execv(sys.executable, sys.orig_argv)  # noqa: S606 the same program again
