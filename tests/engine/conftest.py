@@ -59,8 +59,11 @@ def model() -> str:
 
 
 @pytest.fixture
-def family(model: str, tmp_path: Path) -> Iterator[Callable[..., Family]]:
-    """Makes schedulers; see scheduler_rig.py."""
+def family(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Family]]:
+    """Makes schedulers; see scheduler_rig.py. They make no step only to stay awake."""
+    from twostroke.engine.vllm.direct import connector
+
+    monkeypatch.setattr(connector, "AWAKE_S", 3600)
     made: list[Family] = []
 
     def make(*args: int, **more: bool) -> Family:

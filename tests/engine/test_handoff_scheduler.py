@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +153,26 @@ def test_a_waiting_request_lets_the_core_sleep_and_goes_on_when_its_kv_is_here(
     d.step()
     begin = d.rank_heard(notes.Begin)
     assert (begin.first, len(begin.block_ids)) == (2, 2), "O-05: what is missing, and nothing else"
+
+
+def test_an_idle_core_steps_now_and_then_while_kv_is_on_its_way(
+    family: Callable[..., Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twostroke.engine.vllm.direct import connector
+
+    d = family()
+    monkeypatch.setattr(connector, "AWAKE_S", 0.01)
+    core, woken = d.scheduler.connector.core, threading.Event()
+    core.wake = woken.set
+    d.fetch("a", prompt(40))
+    d.step()
+    assert woken.wait(10), "nobody else tells the core anything"
+    assert d.scheduler.has_requests()
+    assert d.step() == {}, "there is nothing to compute"
+    woken.clear()
+    assert woken.wait(10)
+    d.ended("a")
+    assert d.step() == {"a": 1}
 
 
 def test_a_few_missing_blocks_are_computed_again_and_only_those(family: Callable[..., Family]) -> None:

@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="the engine is not installed")
 
 from vllm.distributed.device_communicators import shm_broadcast
 
-from twostroke.engine.vllm.waiting import ACTIVE_S, ShortSpin
+from twostroke.engine.vllm.waiting import ShortSpin
 
 pytestmark = pytest.mark.vllm
 
@@ -30,7 +30,7 @@ def queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[shm_broadcast.Mess
     writer.shutdown()
 
 
-def test_a_message_whose_notification_is_lost_is_seen_while_messages_are_frequent(
+def test_a_message_whose_notification_is_lost_is_little_later(
     queues: tuple[shm_broadcast.MessageQueue, shm_broadcast.MessageQueue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's own readers look by themselves every 5 s; its spinning hides that a notification was dropped."""
@@ -38,12 +38,12 @@ def test_a_message_whose_notification_is_lost_is_seen_while_messages_are_frequen
     writer.enqueue("first")
     assert reader.dequeue(timeout=10) == "first"
     monkeypatch.setattr(writer._spin_condition, "notify", lambda: None)
-    later = threading.Timer(ACTIVE_S / 10, writer.enqueue, ["second"])
+    later = threading.Timer(0.5, writer.enqueue, ["second"])
     began_s = time.monotonic()
     later.start()
     assert reader.dequeue(timeout=10) == "second"
     later.join()
-    assert time.monotonic() - began_s < ACTIVE_S
+    assert time.monotonic() - began_s < 1
 
 
 def test_a_reader_of_frequent_messages_sleeps_between_them(
@@ -54,6 +54,6 @@ def test_a_reader_of_frequent_messages_sleeps_between_them(
     assert reader.dequeue(timeout=10) == "first"
     used_s = time.thread_time()
     with pytest.raises(TimeoutError):
-        reader.dequeue(timeout=ACTIVE_S / 2)
+        reader.dequeue(timeout=0.5)
     # vLLM's own would spin all the time.
-    assert time.thread_time() - used_s < ACTIVE_S / 8
+    assert time.thread_time() - used_s < 0.1

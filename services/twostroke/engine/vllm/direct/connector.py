@@ -28,6 +28,9 @@ from twostroke.kv.holds import Holds, HoldTable
 
 LEASE_LOOK_S = 0.5
 """How often an idle core looks for leases that ended."""
+AWAKE_S = 0.05
+"""How often an idle core steps while KV is on its way to it. What has not run for a second runs slowly once, in core
+and ranks, and that would be the step after the hand-off. vLLM's own connectors have it step all the time."""
 
 
 @dataclass
@@ -86,16 +89,27 @@ class Core:
             self.tell_main,
         )
         self._told: dict[str, int] = {}
+        self._arrived = threading.Event()
+        self._step_due = False
         self._mailbox.listen(self._hear, "twostroke-notes")
-        threading.Thread(target=self._watch_leases, name="twostroke-leases", daemon=True).start()
+        threading.Thread(target=self._watch, name="twostroke-watch", daemon=True).start()
 
     def tell_main(self, note: notes.Note) -> None:
         """To the process that serves."""
         self._mailbox.send(notes.MAIN, note)
 
     def has_news(self) -> bool:
-        """Whether notes wait to be taken in, or leases to be ended."""
-        return not self.inbox.empty() or self.held.has_expired()
+        """Whether notes wait to be taken in or leases to be ended, or the core is to stay awake."""
+        return self._step_due or not self.inbox.empty() or self.held.has_expired()
+
+    def arrived(self, request: Any) -> None:
+        """A new request."""
+        self.held.arrived(request)
+        self._arrived.set()
+
+    def stepping(self) -> None:
+        """A step begins."""
+        self._step_due = False
 
     def stats(self) -> HandoffStats | None:
         """What changed since the last call."""
@@ -119,10 +133,15 @@ class Core:
         self.inbox.put(note)
         self.wake()
 
-    def _watch_leases(self) -> None:
+    def _watch(self) -> None:
         while True:
-            time.sleep(LEASE_LOOK_S)
-            if self.held.has_expired():
+            if self.held.waits:
+                time.sleep(AWAKE_S)
+                self._step_due = True
+            else:
+                self._arrived.wait(LEASE_LOOK_S)
+                self._arrived.clear()
+            if self._step_due or self.held.has_expired():
                 self.wake()
 
 
@@ -150,7 +169,7 @@ class HandoffConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """Notes requests that offer KV, or wait for it."""
-        self.core.held.arrived(request)
+        self.core.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """All prompt tokens that are not here come from the source."""

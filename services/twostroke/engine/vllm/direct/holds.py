@@ -75,6 +75,11 @@ class HeldBlocks:
         self.received_handoffs = 0
 
     @property
+    def waits(self) -> bool:
+        """Whether a request waits for its KV. Callable from another thread."""
+        return bool(self._waits)
+
+    @property
     def held_handoffs(self) -> int:
         """Hand-offs whose prompt is done and that wait to be read."""
         return sum(hold.finished for hold in self._holds.values())

@@ -65,6 +65,7 @@ class _HandoffScheduling(SharingScheduling):
 
     def _take_news(self) -> None:
         core = self.connector.core
+        core.stepping()
         held = core.held
         held.expire()
         while True:
