@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop
 
-from twostroke.policy.step_model import StepBatch
 from twostroke.sim.clock import exact
 from twostroke.sim.decoding import Decoding
 from twostroke.sim.limits import Listener
@@ -69,8 +68,7 @@ class Batching(Decoding):
         run = self._run
         run.steps = 1
         run.delta_s = 0.0
-        batch = StepBatch(self.decoding, self.context_sum, tokens, pairs, len(chunks))
-        run.first_s = exact(self.limits.model.step_s(batch))
+        run.first_s = exact(self.limits.model.batch_s(self.decoding, self.context_sum, tokens, pairs, len(chunks)))
         return True
 
     def _admit(self, sequence: Sequence) -> bool:

@@ -149,6 +149,7 @@ class PolicyPlacer:
             ),
             self._options,
             limits=self._limits,
+            explain=False,
         )
         if not plan.decode:
             return Placed(None, None)
