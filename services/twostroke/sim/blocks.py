@@ -23,14 +23,16 @@ class BlockStore:
     cache a prefix count as free: they are evicted, oldest first, when sequences need them.
     """
 
-    __slots__ = ("_idle", "_references", "total", "unit", "used")
+    __slots__ = ("_idle", "_units", "total", "unit", "used")
 
     def __init__(self, total: int, unit: int) -> None:
         self.total = total
         self.unit = unit
         self.used = 0
-        self._references: dict[int, int] = {}
+        self._units: dict[int, int] = {}
+        """Cached units and how many sequences refer to each."""
         self._idle: OrderedDict[int, None] = OrderedDict()
+        """Those that none does, the least recently released first."""
 
     @property
     def free(self) -> int:
@@ -44,36 +46,35 @@ class BlockStore:
 
     def hits(self, hashes: Items[int]) -> int:
         """Leading hashes whose blocks are here."""
-        references, idle = self._references, self._idle
+        units = self._units
         found = 0
         for key in hashes:
-            if key not in references and key not in idle:
+            if key not in units:
                 break
             found += 1
         return found
 
     def shared_now(self, hashes: Items[int], hits: int) -> int:
         """Of the first `hits` hashes, those that sequences hold already, so that another costs no block."""
-        references = self._references
-        return sum(1 for key in hashes[:hits] if key in references)
+        units = self._units
+        return sum(1 for key in hashes[:hits] if units[key])
 
     def take(self, hashes: Items[int], hits: int, blocks: int) -> Holding:
         """Holds `blocks` blocks, the first `hits` units of them from the cache. The caller has checked for room."""
-        references, idle, unit = self._references, self._idle, self.unit
-        fresh = blocks - hits * unit
+        units, idle = self._units, self._idle
+        private = blocks - hits * self.unit
         shared = list(hashes[:hits])
+        woken = 0
         for key in shared:
-            count = references.get(key)
-            if count is None:
+            count = units[key]
+            units[key] = count + 1
+            if not count:
                 del idle[key]
-                references[key] = 1
-                fresh += unit
-            else:
-                references[key] = count + 1
-        self.used += fresh
+                woken += 1
+        self.used += private + woken * self.unit
         if idle:
             self._evict()
-        return Holding(blocks - hits * unit, shared)
+        return Holding(private, shared)
 
     def fits(self, hashes: Items[int], hits: int, blocks: int) -> bool:
         """Whether `take` would find room."""
@@ -82,22 +83,19 @@ class BlockStore:
 
     def publish(self, holding: Holding, hashes: Items[int]) -> None:
         """The sequence has computed the prefix units of `hashes`: those that nobody cached yet become shared."""
-        references, idle, unit, shared = self._references, self._idle, self.unit, holding.shared
-        fresh = dict.fromkeys(hashes[len(shared) :], 1)
-        if (
-            len(fresh) == len(hashes) - len(shared)
-            and references.keys().isdisjoint(fresh)
-            and idle.keys().isdisjoint(fresh)
-        ):
-            references.update(fresh)
-            shared.extend(fresh)
-            holding.private -= unit * len(fresh)
+        units, unit, shared = self._units, self.unit, holding.shared
+        mine = hashes[len(shared) :]
+        fresh = dict.fromkeys(mine, 1)
+        if len(fresh) == len(mine) and units.keys().isdisjoint(fresh):
+            units.update(fresh)
+            shared.extend(mine)
+            holding.private -= unit * len(mine)
             return
-        for key in hashes[len(shared) :]:
+        for key in mine:
             # Computed twice at the same time: the second copy stays private, and so does what follows it.
-            if key in references or key in idle:
+            if key in units:
                 break
-            references[key] = 1
+            units[key] = 1
             shared.append(key)
             holding.private -= unit
 
@@ -109,22 +107,20 @@ class BlockStore:
 
     def drop(self, holding: Holding) -> None:
         """The sequence is gone; its published prefix stays cached until the room is needed."""
-        references, idle = self._references, self._idle
-        self.used -= holding.private
+        units, idle = self._units, self._idle
+        released = 0
         # The tail first, so that the tail is evicted first.
         for key in reversed(holding.shared):
-            count = references[key]
-            if count > 1:
-                references[key] = count - 1
-            else:
-                del references[key]
+            count = units[key] = units[key] - 1
+            if not count:
                 idle[key] = None
-                self.used -= self.unit
+                released += 1
+        self.used -= holding.private + released * self.unit
 
     def _evict(self) -> None:
-        idle = self._idle
+        units, idle = self._units, self._idle
         over = self.used + self.unit * len(idle) - self.total
         if over > 0:
             pop = idle.popitem
             for _ in range(min(len(idle), -(-over // self.unit))):
-                pop(False)
+                del units[pop(False)[0]]
