@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence as Items
+
+_FEW = 1024
 
 
 class Holding:
@@ -23,16 +25,21 @@ class BlockStore:
     cache a prefix count as free: they are evicted, oldest first, when sequences need them.
     """
 
-    __slots__ = ("_idle", "_units", "total", "unit", "used")
+    __slots__ = ("_cold", "_cold_units", "_drops", "_idle", "_units", "total", "unit", "used")
 
     def __init__(self, total: int, unit: int) -> None:
         self.total = total
         self.unit = unit
         self.used = 0
         self._units: dict[int, int] = {}
-        """Cached units and how many sequences refer to each."""
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        """Those that none does, the least recently released first."""
+        """Cached units, and how many sequences refer to each; where none does, the number of the last one's drop."""
+        self._idle = 0
+        """How many of them none refers to."""
+        self._cold: deque[tuple[int, list[int]]] = deque()
+        """(number of the drop, its units) in order. What was used or evicted since is there still, and passed over."""
+        self._cold_units = 0
+        self._drops = 0
+        """Counted downwards, so that none is mistaken for a number of sequences."""
 
     @property
     def free(self) -> int:
@@ -42,7 +49,7 @@ class BlockStore:
     @property
     def spare(self) -> int:
         """Blocks that neither a sequence nor a cached prefix has."""
-        return self.total - self.used - self.unit * len(self._idle)
+        return self.total - self.used - self.unit * self._idle
 
     def hits(self, hashes: Items[int]) -> int:
         """Leading hashes whose blocks are here."""
@@ -57,22 +64,24 @@ class BlockStore:
     def shared_now(self, hashes: Items[int], hits: int) -> int:
         """Of the first `hits` hashes, those that sequences hold already, so that another costs no block."""
         units = self._units
-        return sum(1 for key in hashes[:hits] if units[key])
+        return sum(1 for key in hashes[:hits] if units[key] > 0)
 
     def take(self, hashes: Items[int], hits: int, blocks: int) -> Holding:
         """Holds `blocks` blocks, the first `hits` units of them from the cache. The caller has checked for room."""
-        units, idle = self._units, self._idle
+        units = self._units
         private = blocks - hits * self.unit
         shared = list(hashes[:hits])
         woken = 0
         for key in shared:
             count = units[key]
-            units[key] = count + 1
-            if not count:
-                del idle[key]
+            if count > 0:
+                units[key] = count + 1
+            else:
+                units[key] = 1
                 woken += 1
+        self._idle -= woken
         self.used += private + woken * self.unit
-        if idle:
+        if self._idle:
             self._evict()
         return Holding(private, shared)
 
@@ -107,20 +116,46 @@ class BlockStore:
 
     def drop(self, holding: Holding) -> None:
         """The sequence is gone; its published prefix stays cached until the room is needed."""
-        units, idle = self._units, self._idle
+        units, keys = self._units, holding.shared
+        self._drops = drop = self._drops - 1
         released = 0
-        # The tail first, so that the tail is evicted first.
-        for key in reversed(holding.shared):
-            count = units[key] = units[key] - 1
-            if not count:
-                idle[key] = None
+        for key in keys:
+            count = units[key]
+            if count == 1:
+                units[key] = drop
                 released += 1
+            else:
+                units[key] = count - 1
         self.used -= holding.private + released * self.unit
+        if released:
+            self._idle += released
+            self._cold.append((drop, keys))
+            self._cold_units += len(keys)
+            if self._cold_units > 4 * len(units) + _FEW:
+                self._forget_passed()
 
     def _evict(self) -> None:
-        units, idle = self._units, self._idle
-        over = self.used + self.unit * len(idle) - self.total
-        if over > 0:
-            pop = idle.popitem
-            for _ in range(min(len(idle), -(-over // self.unit))):
-                del units[pop(False)[0]]
+        over = self.used + self.unit * self._idle - self.total
+        if over <= 0:
+            return
+        units, cold = self._units, self._cold
+        left = min(self._idle, -(-over // self.unit))
+        self._idle -= left
+        while left:
+            drop, keys = cold[0]
+            before = len(keys)
+            # The tail first.
+            while keys and left:
+                key = keys.pop()
+                if units.get(key) == drop:
+                    del units[key]
+                    left -= 1
+            self._cold_units -= before - len(keys)
+            if not keys:
+                cold.popleft()
+
+    def _forget_passed(self) -> None:
+        units = self._units
+        kept = ((drop, [key for key in keys if units.get(key) == drop]) for drop, keys in self._cold)
+        self._cold = deque((drop, keys) for drop, keys in kept if keys)
+        self._cold_units = self._idle

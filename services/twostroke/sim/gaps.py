@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +22,7 @@ class Gaps:
     def __init__(self, limit_s: float = 0.0) -> None:
         self.limit_s = limit_s
         self.largest_s = 0.0
-        self._pending = array("d")
+        self._pending: list[float] = []
         self._counts: dict[int, int] = {}
 
     def add(self, first_s: float, delta_s: float, steps: int, weight: int) -> None:
@@ -51,8 +50,8 @@ class Gaps:
     def _flush(self) -> None:
         if not self._pending:
             return
-        table = np.array(self._pending).reshape(-1, _ROW)
-        del self._pending[:]
+        table = np.array(self._pending, dtype=np.float64).reshape(-1, _ROW)
+        self._pending.clear()
         steps = table[:, 2].astype(np.int64)
         rows = np.repeat(np.arange(len(steps)), steps)
         place = np.arange(len(rows)) - np.repeat(np.cumsum(steps) - steps, steps)
