@@ -24,6 +24,7 @@ class Costing:
         "_rest_share",
         "_slow_share",
         "_tokens",
+        "_ttft_s",
         "_writings",
         "limits",
         "options",
@@ -41,7 +42,7 @@ class Costing:
         self._first_share = 1 / gaps if gaps else 0.0
         self._rest_share = (gaps - 1) / gaps if gaps else 0.0
         self._slow_share = min(1.0, weights.prompt_share) * self._rest_share
-        self._itl_s = request.slo.itl_s
+        self._itl_s, self._ttft_s = request.slo.itl_s, request.slo.ttft_s
         self._answer_context = request.prompt_tokens + answer_tokens / 2
         self._tokens = request.prompt_tokens + answer_tokens
         self._readings: dict[tuple[str, int], Reading] = {}
@@ -56,23 +57,26 @@ class Costing:
         of the answer's class once they are more than the tail that may exceed it."""
         if ratio <= 1:
             return share * ratio
-        weights = self.weights
-        cost = share * (ratio + weights.breach * (ratio - 1))
+        weights, over = self.weights, ratio - 1
+        cost = share * (ratio + weights.breach * over)
         tail = weights.tail
         if share > tail:
-            cost += weights.lost * min(1.0, ratio - 1) * min(1.0, share / tail - 1)
+            more = share / tail - 1
+            cost += weights.lost * (over if over < 1 else 1.0) * (more if more < 1 else 1.0)
         return cost
 
     def least_reading(self, backlog_s: float) -> float:
         """No way that reads behind such a backlog costs less: the wait alone costs as much."""
-        return self.strain(backlog_s / self.request.slo.ttft_s)
+        return self.strain(backlog_s / self._ttft_s) if backlog_s else 0.0
 
     def least_alone(self, worker: WorkerSnapshot) -> float:
-        """No way that reads and writes there costs less, which is quickly seen where prompts come. But for rounding, as
-        in least_writing."""
+        """No way that reads and writes there costs less: the wait, and the gaps that are longer where prompts come. But
+        for rounding, as in least_writing."""
         terms = worker.terms or terms_of(worker)
-        prompt_step_s = terms.prompt_step_s(worker)
-        return self.least_reading(terms.backlog_s) + self.gaps(prompt_step_s / self._itl_s, self._slow_share)
+        least = self.least_reading(terms.backlog_s)
+        if prompt_step_s := terms.prompt_step_s(worker):
+            least += self.gaps(prompt_step_s / self._itl_s, self._slow_share)
+        return least
 
     def reading(self, worker: WorkerSnapshot, chunk_tokens: int = 0) -> Reading:
         """The prompt on a worker, in chunks of the worker's step budget unless said otherwise."""
@@ -86,17 +90,19 @@ class Costing:
 
     def _read(self, worker: WorkerSnapshot, terms: Terms, chunk_tokens: int) -> Reading:
         request, name = self.request, worker.worker
-        cached = min(request.cached_tokens.get(name, 0), request.prompt_tokens - 1)
-        tokens = request.prompt_tokens - cached
+        cached, prompt_tokens = request.cached_tokens.get(name, 0), request.prompt_tokens
+        if cached >= prompt_tokens:
+            cached = prompt_tokens - 1
+        tokens = prompt_tokens - cached
         steps = -(-tokens // chunk_tokens)
         pairs = chunk_pairs(cached, tokens) / steps
         running = worker.running_sequences
         step_s = worker.step_model.batch_s(running, worker.context_tokens, -(-tokens // steps), pairs)
         queue_s, run_s = terms.backlog_s, steps * step_s
         ttft_s = queue_s + run_s
-        ttft_cost = self.strain(ttft_s / request.slo.ttft_s)
+        ttft_cost = self.strain(ttft_s / self._ttft_s)
         disturbed = self._stalled(worker, terms, steps, step_s) if terms.answers else 0.0
-        fits = terms.room_tokens >= request.prompt_tokens and not (
+        fits = terms.room_tokens >= prompt_tokens and not (
             worker.max_sequences and running >= worker.max_sequences
         )
         if self.options.wait and (window := self.limits.prefill_window_tokens):
@@ -118,10 +124,11 @@ class Costing:
 
     def _stalled(self, worker: WorkerSnapshot, terms: Terms, steps: int, step_s: float) -> float:
         """Cost to the answers on a worker of so many steps that also hold a prompt."""
-        share = steps / max(1, self.request.expected_output_tokens)
         alone_s, slo_s = terms.alone_s, worker.slo.itl_s
-        before, then = alone_s / slo_s, max(step_s, alone_s) / slo_s
-        return terms.answers * max(0.0, self.gaps(then, share) - self.gaps(before, share))
+        if step_s <= alone_s:
+            return 0.0
+        share = steps / (self.request.expected_output_tokens or 1)
+        return terms.answers * (self.gaps(step_s / slo_s, share) - self.gaps(alone_s / slo_s, share))
 
     def writing(self, worker: WorkerSnapshot) -> Writing:
         """The answer on a worker."""

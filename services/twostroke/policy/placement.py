@@ -138,8 +138,11 @@ def _pairs(costing: Costing, snapshot: ClusterSnapshot, listed: _Shortlists, bes
     """The shortlisted pairs; the lists grow until one of them can exchange KV, or all are in."""
     size = costing.limits.shortlist
     while True:
-        readers = [(worker, 0) for worker in listed.first(_READERS, size)]
-        _each_pair(costing, snapshot, Option.P_THEN_D, readers, listed.first(_WRITERS, size), best)
+        reads = []
+        for worker in listed.first(_READERS, size):
+            terms = worker.terms or terms_of(worker)
+            reads.append((terms.backlog_s, worker, terms.chunk_tokens))
+        _each_pair(costing, snapshot, Option.P_THEN_D, reads, listed.first(_WRITERS, size), best)
         if best.estimate is not None or size >= listed.longest:
             return
         size *= 4
@@ -149,22 +152,18 @@ def _each_pair(
     costing: Costing,
     snapshot: ClusterSnapshot,
     option: Option,
-    readers: Sequence[tuple[WorkerSnapshot, int]],
+    reads: list[tuple[float, WorkerSnapshot, int]],
     writers: Sequence[WorkerSnapshot],
     best: _Best,
 ) -> None:
     """All pairs. What cannot be the best by the least that it may cost is not costed.
 
-    readers: with the tokens of a chunk, 0 for the worker's own.
+    reads: (backlog in seconds, reader, tokens of a chunk).
     """
-    if not readers or not writers:
+    if not reads or not writers:
         return
     kv = Kv(snapshot.kv_bytes_per_token, snapshot.streams_kv)
     refused, links, default = snapshot.refused_pairs, snapshot.links, snapshot.default_link
-    reads: list[tuple[float, WorkerSnapshot, int]] = []
-    for worker, chunk_tokens in readers:
-        terms = worker.terms or terms_of(worker)
-        reads.append((terms.backlog_s, worker, chunk_tokens or terms.chunk_tokens))
     writes: list[tuple[float, Writing]] = []
     least_chunk = min([read[2] for read in reads])
     for worker in writers:
@@ -194,7 +193,7 @@ def _each_pair(
 def _each_alone(costing: Costing, option: Option, workers: Sequence[WorkerSnapshot], best: _Best) -> None:
     """The workers that do both, costed as in _each_pair."""
     for worker in workers:
-        if best.fine and costing.least_alone(worker) > best.most:
+        if best.fine and worker.reads_prompts and costing.least_alone(worker) > best.most:
             continue
         writing = costing.writing(worker)
         least_write = costing.least_writing(writing, 0.0)
@@ -208,13 +207,13 @@ def _each_alone(costing: Costing, option: Option, workers: Sequence[WorkerSnapsh
 def _lent(costing: Costing, snapshot: ClusterSnapshot, listed: _Shortlists, best: _Best) -> None:
     """Decode workers that read in bounded chunks: each writes itself, or the best other one does."""
     lenders = listed.first(_WHOLE_ON_DECODE, (costing.limits.shortlist + 1) // 2)
-    readers = [(worker, chunk) for worker in lenders if (chunk := costing.lent_chunk_tokens(worker))]
-    for worker, chunk in readers:
+    reads = [(0.0, worker, chunk) for worker in lenders if (chunk := costing.lent_chunk_tokens(worker))]
+    for _, worker, chunk in reads:
         reading, writing = costing.reading(worker, chunk), costing.writing(worker)
         if not best.excludes(reading.least + costing.least_writing(writing, 0.0), reading, writing):
             best.offer(costing.alone(Option.LENT_DECODER, reading, writing))
-    if readers:
-        _each_pair(costing, snapshot, Option.LENT_DECODER, readers, listed.first(_WRITERS, 2), best)
+    if reads:
+        _each_pair(costing, snapshot, Option.LENT_DECODER, reads, listed.first(_WRITERS, 2), best)
 
 
 def _flags(reading: Reading, writing: Writing) -> tuple[bool, bool]:
@@ -230,13 +229,14 @@ class _Shortlists:
 
     def __init__(self, costing: Costing, workers: Sequence[WorkerSnapshot]) -> None:
         self._costing = costing
-        writers = [worker for worker in workers if worker.writes_answers]
-        self._all = (
-            [worker for worker in workers if worker.reads_prompts],
-            writers,
-            [worker for worker in workers if not worker.writes_answers],
-            writers,
-        )
+        readers: list[WorkerSnapshot] = []
+        writers: list[WorkerSnapshot] = []
+        others: list[WorkerSnapshot] = []
+        for worker in workers:
+            if worker.reads_prompts:
+                readers.append(worker)
+            (writers if worker.writes_answers else others).append(worker)
+        self._all = readers, writers, others, writers
         self._scored: dict[bool, tuple[list[_Scored], list[_Scored], list[_Scored]]] = {}
 
     @property

@@ -45,7 +45,7 @@ class Batching(Decoding):
         for sequence in self._prefilling:
             if not budget:
                 break
-            new = min(sequence.prompt_tokens - sequence.computed, budget, sequence.chunk_tokens)
+            new = _chunk_tokens(sequence, budget)
             budget -= new
             tokens += new
             pairs += new * (2 * sequence.computed + new) / 2
@@ -56,7 +56,7 @@ class Batching(Decoding):
                 break
             self.waiting.popleft()
             self._prefilling.append(sequence)
-            new = min(sequence.prompt_tokens - sequence.computed, budget, sequence.chunk_tokens)
+            new = _chunk_tokens(sequence, budget)
             budget -= new
             tokens += new
             pairs += new * (2 * sequence.computed + new) / 2
@@ -187,3 +187,11 @@ class Batching(Decoding):
         sequence.held = None
         self.changed = True
         self._listener.finished(self, sequence, now_s)
+
+
+def _chunk_tokens(sequence: Sequence, budget: int) -> int:
+    """What of a prompt is computed in a step that has room for so many tokens."""
+    new = sequence.prompt_tokens - sequence.computed
+    if new > sequence.chunk_tokens:
+        new = sequence.chunk_tokens
+    return new if new < budget else budget
