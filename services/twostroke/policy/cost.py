@@ -102,9 +102,7 @@ class Costing:
         ttft_s = queue_s + run_s
         ttft_cost = self.strain(ttft_s / self._ttft_s)
         disturbed = self._stalled(worker, terms, steps, step_s) if terms.answers else 0.0
-        fits = terms.room_tokens >= prompt_tokens and not (
-            worker.max_sequences and running >= worker.max_sequences
-        )
+        fits = terms.room_tokens >= prompt_tokens and not (worker.max_sequences and running >= worker.max_sequences)
         if self.options.wait and (window := self.limits.prefill_window_tokens):
             pending = worker.pending_prompt_tokens
             fits = fits and not (pending and pending + tokens > window)

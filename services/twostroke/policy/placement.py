@@ -5,16 +5,15 @@ Every way that is open is costed for a shortlist of workers, and the cheapest is
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from operator import itemgetter
 
 from twostroke.errors import NoWorkerError
-from twostroke.policy.cost import MANY, Costing, needed_blocks
+from twostroke.policy.cost import Costing, needed_blocks
 from twostroke.policy.plan import STRICT, Estimate, Limits, Option, Options, Plan, Weights
+from twostroke.policy.shortlist import READERS, WHOLE_ON_DECODE, WHOLE_ON_PREFILL, WRITERS, Shortlists
 from twostroke.policy.snapshot import ClusterSnapshot, PlacementRequest, WorkerSnapshot
-from twostroke.policy.step_model import chunk_pairs
 from twostroke.policy.terms import Kv, Reading, Writing, terms_of
 
 __all__ = ["ClusterSnapshot", "Options", "PlacementRequest", "Plan", "WorkerSnapshot", "place"]
@@ -25,9 +24,6 @@ ROUNDING = 1e-9
 """By how much the least that a way may cost can be off (Costing.least_reading, least_writing)."""
 COST_DIGITS = 4
 """Costs that differ beyond them are alike, and the names decide."""
-_FEW = 32
-"""Of so few workers sorting all is the quickest way to the best."""
-_READERS, _WRITERS, _WHOLE_ON_PREFILL, _WHOLE_ON_DECODE = range(4)
 _first = itemgetter(0)
 
 
@@ -85,7 +81,7 @@ class _Best:
     """The best of the ways that were offered, and what can still replace it.
 
     most: what costs more cannot, roundings included, unless its flags (avoided, does not fit) are better. fine: no flags
-    are.
+    can be.
     """
 
     __slots__ = ("_rank", "estimate", "fine", "flags", "most")
@@ -115,7 +111,7 @@ class _Best:
 
 def _best_of_each(costing: Costing, snapshot: ClusterSnapshot, options: Options, *, explain: bool) -> list[Estimate]:
     """explain: as in place. Without it every way has to be better than those before it."""
-    listed = _Shortlists(costing, snapshot.workers)
+    listed = Shortlists(costing, snapshot.workers)
     found = [_Best()]
 
     def best() -> _Best:
@@ -126,23 +122,23 @@ def _best_of_each(costing: Costing, snapshot: ClusterSnapshot, options: Options,
     if options.p_then_d:
         _pairs(costing, snapshot, listed, best())
     if options.d_alone:
-        _each_alone(costing, Option.D_ALONE, listed.first(_WHOLE_ON_DECODE), best())
+        _each_alone(costing, Option.D_ALONE, listed.first(WHOLE_ON_DECODE), best())
     if options.p_alone:
-        _each_alone(costing, Option.P_ALONE, listed.first(_WHOLE_ON_PREFILL), best())
+        _each_alone(costing, Option.P_ALONE, listed.first(WHOLE_ON_PREFILL), best())
     if options.lent_decoder:
         _lent(costing, snapshot, listed, best())
     return [each.estimate for each in found if each.estimate is not None]
 
 
-def _pairs(costing: Costing, snapshot: ClusterSnapshot, listed: _Shortlists, best: _Best) -> None:
+def _pairs(costing: Costing, snapshot: ClusterSnapshot, listed: Shortlists, best: _Best) -> None:
     """The shortlisted pairs; the lists grow until one of them can exchange KV, or all are in."""
     size = costing.limits.shortlist
     while True:
         reads = []
-        for worker in listed.first(_READERS, size):
+        for worker in listed.first(READERS, size):
             terms = worker.terms or terms_of(worker)
             reads.append((terms.backlog_s, worker, terms.chunk_tokens))
-        _each_pair(costing, snapshot, Option.P_THEN_D, reads, listed.first(_WRITERS, size), best)
+        _each_pair(costing, snapshot, Option.P_THEN_D, reads, listed.first(WRITERS, size), best)
         if best.estimate is not None or size >= listed.longest:
             return
         size *= 4
@@ -204,16 +200,16 @@ def _each_alone(costing: Costing, option: Option, workers: Sequence[WorkerSnapsh
             best.offer(costing.alone(option, reading, writing))
 
 
-def _lent(costing: Costing, snapshot: ClusterSnapshot, listed: _Shortlists, best: _Best) -> None:
+def _lent(costing: Costing, snapshot: ClusterSnapshot, listed: Shortlists, best: _Best) -> None:
     """Decode workers that read in bounded chunks: each writes itself, or the best other one does."""
-    lenders = listed.first(_WHOLE_ON_DECODE, (costing.limits.shortlist + 1) // 2)
+    lenders = listed.first(WHOLE_ON_DECODE, (costing.limits.shortlist + 1) // 2)
     reads = [(0.0, worker, chunk) for worker in lenders if (chunk := costing.lent_chunk_tokens(worker))]
     for _, worker, chunk in reads:
         reading, writing = costing.reading(worker, chunk), costing.writing(worker)
         if not best.excludes(reading.least + costing.least_writing(writing, 0.0), reading, writing):
             best.offer(costing.alone(Option.LENT_DECODER, reading, writing))
     if reads:
-        _each_pair(costing, snapshot, Option.LENT_DECODER, reads, listed.first(_WRITERS, 2), best)
+        _each_pair(costing, snapshot, Option.LENT_DECODER, reads, listed.first(WRITERS, 2), best)
 
 
 def _flags(reading: Reading, writing: Writing) -> tuple[bool, bool]:
@@ -222,104 +218,6 @@ def _flags(reading: Reading, writing: Writing) -> tuple[bool, bool]:
 
 def _alone(costing: Costing, option: Option, worker: WorkerSnapshot) -> Estimate:
     return costing.alone(option, costing.reading(worker), costing.writing(worker))
-
-
-class _Shortlists:
-    """Workers in the order in which a quick look finds them promising; close looks are for the first of them."""
-
-    def __init__(self, costing: Costing, workers: Sequence[WorkerSnapshot]) -> None:
-        self._costing = costing
-        readers: list[WorkerSnapshot] = []
-        writers: list[WorkerSnapshot] = []
-        others: list[WorkerSnapshot] = []
-        for worker in workers:
-            if worker.reads_prompts:
-                readers.append(worker)
-            (writers if worker.writes_answers else others).append(worker)
-        self._all = readers, writers, others, writers
-        self._scored: dict[bool, tuple[list[_Scored], list[_Scored], list[_Scored]]] = {}
-
-    @property
-    def longest(self) -> int:
-        """How many there are at most, of readers and of writers."""
-        return max(len(self._all[0]), len(self._all[1]))
-
-    def first(self, kind: int, size: int = 0) -> list[WorkerSnapshot]:
-        """The most promising ones of a kind; all of them, in any order, where those are no more."""
-        size = size or self._costing.limits.shortlist
-        found = self._all[kind]
-        if len(found) <= size:
-            return found
-        if kind == _READERS:
-            scored = self._look(True)[0] + self._look(False)[0]
-        elif kind == _WRITERS:
-            scored = self._look(True)[1]
-        else:
-            scored = self._look(kind == _WHOLE_ON_DECODE)[2]
-        best = heapq.nsmallest(size, scored) if len(scored) > _FEW else sorted(scored)[:size]
-        return [entry[3] for entry in best]
-
-    def _look(self, writes: bool) -> tuple[list[_Scored], list[_Scored], list[_Scored]]:
-        """(as readers, as writers, as both) of the workers that write, or of the others."""
-        found = self._scored.get(writes)
-        if found is None:
-            workers = self._all[_WRITERS if writes else _WHOLE_ON_PREFILL]
-            found = self._scored[writes] = self._score(workers, writes)
-        return found
-
-    def _score(self, workers: list[WorkerSnapshot], writes: bool) -> tuple[list[_Scored], list[_Scored], list[_Scored]]:
-        """Over every worker of the cluster, so written for speed."""
-        costing = self._costing
-        request, options, weights = costing.request, costing.options, costing.weights
-        breach, tail, lost = weights.breach, weights.tail, weights.lost
-        crowd = weights.crowd
-        cached_tokens, avoid = request.cached_tokens, request.avoid
-        prompt_tokens, answer_tokens = request.prompt_tokens, max(1, request.expected_output_tokens)
-        answer_context = prompt_tokens + answer_tokens // 2
-        per_ttft, per_itl = 1 / request.slo.ttft_s, 1 / request.slo.itl_s
-        pairs, writers_too = options.p_then_d, options.p_then_d or options.lent_decoder
-        alone = options.d_alone or options.lent_decoder if writes else options.p_alone
-        readers: list[_Scored] = []
-        writers: list[_Scored] = []
-        both: list[_Scored] = []
-        for worker in workers:
-            name, answers = worker.worker, worker.running_sequences
-            tokens = max(1, prompt_tokens - cached_tokens.get(name, 0))
-            token_s = worker.prefill_token_s or _prefill_token_s(worker)
-            read = (worker.pending_prompt_tokens + tokens) * token_s * per_ttft
-            avoided = name in avoid
-            if pairs and worker.reads_prompts:
-                readers.append((avoided, read, name, worker))
-            if not writes and not alone:
-                continue
-            terms = worker.terms or terms_of(worker)
-            write_s = terms.base_s + terms.slope_s * (worker.context_tokens + answer_context)
-            write = write_s * per_itl + crowd * answers / (worker.max_sequences or MANY)
-            last = avoided or prompt_tokens + answer_tokens >= terms.room_tokens
-            if not writes:
-                both.append((last, read + write, name, worker))
-                continue
-            if writers_too:
-                writers.append((last, write, name, worker))
-            if alone:
-                chunk = min(tokens, worker.step_budget_tokens)
-                slo_s = worker.slo.itl_s
-                full, share = (write_s + chunk * token_s) / slo_s, tokens / (chunk * answer_tokens)
-                stall = share * (full + breach * (full - 1) if full > 1 else full) - share * write_s / slo_s
-                if full > 1 and share > tail:
-                    stall += lost * min(1.0, full - 1) * min(1.0, share / tail - 1)
-                stalls = (answers or 1) * stall
-                read = read + breach * (read - 1) if read > 1 else read
-                both.append((last, read + write + stalls, name, worker))
-        return readers, writers, both
-
-
-_Scored = tuple[bool, float, str, WorkerSnapshot]
-
-
-def _prefill_token_s(worker: WorkerSnapshot) -> float:
-    budget = worker.step_budget_tokens
-    return worker.step_model.batch_s(0, 0, budget, chunk_pairs(0, budget)) / budget
 
 
 def _is_both(worker: WorkerSnapshot) -> bool:

@@ -18,7 +18,7 @@ from twostroke.sim.placer import Placer
 from twostroke.sim.recorder import UNSET, Recorder
 from twostroke.sim.sequence import Sequence, Stroke
 from twostroke.sim.traffic import Traffic
-from twostroke.sim.worker import NO_HASHES, Flight, State, Worker
+from twostroke.sim.worker import NO_HASHES, NOBODY, Flight, State, Worker
 
 
 class Cluster(Lives):
@@ -119,7 +119,7 @@ class Cluster(Lives):
         prompt = traffic.prompt_tokens[request] + delivered
         output = traffic.output_tokens[request] - delivered
         hashes = traffic.hashes[request] if traffic.hashes else NO_HASHES
-        avoid = self._failed_on.get(request, frozenset()) if self._failed_on else frozenset()
+        avoid = self._failed_on.get(request, NOBODY) if self._failed_on else NOBODY
         try:
             prefill, decode, chunk = self._placer.place(prompt, output, hashes, avoid, now_s)
         except NoWorkerError:
@@ -193,7 +193,7 @@ class Cluster(Lives):
         del self.flights[request]
         self._land(flight)
         name = (lost or decode).name
-        self._failed_on[request] = self._failed_on.get(request, frozenset()) | {name}
+        self._failed_on[request] = self._failed_on.get(request, NOBODY) | {name}
         self._delivered[request] = delivered
         self.send(now_s + self._hop_s, self._place, request)
 
