@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from twostroke.policy.plan import Estimate, Limits, Option, Options, Weights
 from twostroke.policy.snapshot import DEFAULT_LINK, LinkSnapshot, PlacementRequest, WorkerSnapshot
-from twostroke.policy.step_model import StepBatch, chunk_pairs
+from twostroke.policy.step_model import chunk_pairs
 from twostroke.policy.terms import NO_KV, Kv, Reading, Terms, Writing, terms_of
 
 MANY = 64
@@ -17,11 +17,14 @@ class Costing:
 
     __slots__ = (
         "_answer_context",
+        "_first_share",
         "_gaps",
         "_itl_s",
         "_readings",
         "_rest_share",
+        "_slow_share",
         "_tokens",
+        "_ttft_s",
         "_writings",
         "limits",
         "options",
@@ -36,8 +39,10 @@ class Costing:
         self.options = options
         answer_tokens = request.expected_output_tokens
         self._gaps = gaps = max(0, answer_tokens - 1)
+        self._first_share = 1 / gaps if gaps else 0.0
         self._rest_share = (gaps - 1) / gaps if gaps else 0.0
-        self._itl_s = request.slo.itl_s
+        self._slow_share = min(1.0, weights.prompt_share) * self._rest_share
+        self._itl_s, self._ttft_s = request.slo.itl_s, request.slo.ttft_s
         self._answer_context = request.prompt_tokens + answer_tokens / 2
         self._tokens = request.prompt_tokens + answer_tokens
         self._readings: dict[tuple[str, int], Reading] = {}
@@ -52,16 +57,26 @@ class Costing:
         of the answer's class once they are more than the tail that may exceed it."""
         if ratio <= 1:
             return share * ratio
-        weights = self.weights
-        cost = share * (ratio + weights.breach * (ratio - 1))
+        weights, over = self.weights, ratio - 1
+        cost = share * (ratio + weights.breach * over)
         tail = weights.tail
         if share > tail:
-            cost += weights.lost * min(1.0, ratio - 1) * min(1.0, share / tail - 1)
+            more = share / tail - 1
+            cost += weights.lost * (over if over < 1 else 1.0) * (more if more < 1 else 1.0)
         return cost
 
     def least_reading(self, backlog_s: float) -> float:
         """No way that reads behind such a backlog costs less: the wait alone costs as much."""
-        return self.strain(backlog_s / self.request.slo.ttft_s)
+        return self.strain(backlog_s / self._ttft_s) if backlog_s else 0.0
+
+    def least_alone(self, worker: WorkerSnapshot) -> float:
+        """No way that reads and writes there costs less: the wait, and the gaps that are longer where prompts come. But
+        for rounding, as in least_writing."""
+        terms = worker.terms or terms_of(worker)
+        least = self.least_reading(terms.backlog_s)
+        if prompt_step_s := terms.prompt_step_s(worker):
+            least += self.gaps(prompt_step_s / self._itl_s, self._slow_share)
+        return least
 
     def reading(self, worker: WorkerSnapshot, chunk_tokens: int = 0) -> Reading:
         """The prompt on a worker, in chunks of the worker's step budget unless said otherwise."""
@@ -75,20 +90,19 @@ class Costing:
 
     def _read(self, worker: WorkerSnapshot, terms: Terms, chunk_tokens: int) -> Reading:
         request, name = self.request, worker.worker
-        cached = min(request.cached_tokens.get(name, 0), request.prompt_tokens - 1)
-        tokens = request.prompt_tokens - cached
+        cached, prompt_tokens = request.cached_tokens.get(name, 0), request.prompt_tokens
+        if cached >= prompt_tokens:
+            cached = prompt_tokens - 1
+        tokens = prompt_tokens - cached
         steps = -(-tokens // chunk_tokens)
         pairs = chunk_pairs(cached, tokens) / steps
-        step_s = worker.step_model.step_s(
-            StepBatch(worker.running_sequences, worker.context_tokens, -(-tokens // steps), pairs, 1)
-        )
+        running = worker.running_sequences
+        step_s = worker.step_model.batch_s(running, worker.context_tokens, -(-tokens // steps), pairs)
         queue_s, run_s = terms.backlog_s, steps * step_s
         ttft_s = queue_s + run_s
-        ttft_cost = self.strain(ttft_s / request.slo.ttft_s)
+        ttft_cost = self.strain(ttft_s / self._ttft_s)
         disturbed = self._stalled(worker, terms, steps, step_s) if terms.answers else 0.0
-        fits = terms.room_tokens >= request.prompt_tokens and not (
-            worker.max_sequences and worker.running_sequences >= worker.max_sequences
-        )
+        fits = terms.room_tokens >= prompt_tokens and not (worker.max_sequences and running >= worker.max_sequences)
         if self.options.wait and (window := self.limits.prefill_window_tokens):
             pending = worker.pending_prompt_tokens
             fits = fits and not (pending and pending + tokens > window)
@@ -108,10 +122,11 @@ class Costing:
 
     def _stalled(self, worker: WorkerSnapshot, terms: Terms, steps: int, step_s: float) -> float:
         """Cost to the answers on a worker of so many steps that also hold a prompt."""
-        share = steps / max(1, self.request.expected_output_tokens)
         alone_s, slo_s = terms.alone_s, worker.slo.itl_s
-        before, then = alone_s / slo_s, max(step_s, alone_s) / slo_s
-        return terms.answers * max(0.0, self.gaps(then, share) - self.gaps(before, share))
+        if step_s <= alone_s:
+            return 0.0
+        share = steps / (self.request.expected_output_tokens or 1)
+        return terms.answers * (self.gaps(step_s / slo_s, share) - self.gaps(alone_s / slo_s, share))
 
     def writing(self, worker: WorkerSnapshot) -> Writing:
         """The answer on a worker."""
@@ -131,19 +146,22 @@ class Costing:
                 rest_s, slow_cost, quick_cost = self._rest(step_s, slow, slow_s)
             else:
                 quick_cost = self.gaps(step_s / self._itl_s, self._rest_share)
+        disturbed = self._crowded(worker, terms, step_s) if answers else 0.0
+        least_rest = self._rest_share * self.strain(step_s / self._itl_s) if terms.backlog_s else slow_cost + quick_cost
         needed = self._tokens // (worker.block_size_tokens or 1) + 1
         return Writing(
             worker,
             terms,
             step_s,
-            prompt_tokens - min(request.cached_tokens.get(name, 0), prompt_tokens),
+            max(0, prompt_tokens - request.cached_tokens.get(name, 0)),
             rest_s,
             slow_cost,
             quick_cost,
-            self._crowded(worker, terms, step_s) if answers else 0.0,
+            disturbed,
             needed,
             needed <= worker.free_blocks and (not worker.max_sequences or answers < worker.max_sequences),
             name in request.avoid,
+            least_rest + disturbed,
         )
 
     def _crowded(self, worker: WorkerSnapshot, terms: Terms, step_s: float) -> float:
@@ -170,7 +188,7 @@ class Costing:
 
         def step_s(chunk: int) -> float:
             pairs = chunk_pairs(max(0, self.request.prompt_tokens - chunk), chunk)
-            return worker.step_model.step_s(StepBatch(answers, context, chunk, pairs, 1))
+            return worker.step_model.batch_s(answers, context, chunk, pairs)
 
         low, high = self.limits.min_chunk_tokens, worker.step_budget_tokens - worker.running_sequences
         if low > high or (low_s := step_s(low)) > most_s:
@@ -232,17 +250,11 @@ class Costing:
     def least_writing(self, writing: Writing, handoff_s: float) -> float:
         """No way that writes there costs less than this and the reading's `least` together, if its hand-off takes at
         least handoff_s. But for rounding: at most one part in 1e9."""
-        gaps = self._gaps
-        if not gaps:
-            return 0.0
-        rest = writing.rest_slow + writing.rest_quick
-        if writing.terms.backlog_s:
-            rest = self._rest_share * self.strain(writing.step_s / self._itl_s)
-        return self.first_gap(writing, handoff_s) + rest + writing.disturbed
+        return self.first_gap(writing, handoff_s) + writing.least if self._gaps else 0.0
 
     def first_gap(self, writing: Writing, handoff_s: float) -> float:
         """Cost of the gap between first and second token."""
-        return self.gaps((handoff_s + writing.step_s) / self._itl_s, 1 / self._gaps)
+        return self.gaps((handoff_s + writing.step_s) / self._itl_s, self._first_share)
 
     def _slow_steps(
         self, worker: WorkerSnapshot, terms: Terms, step_s: float, backlog_steps: float

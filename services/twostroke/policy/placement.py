@@ -5,16 +5,15 @@ Every way that is open is costed for a shortlist of workers, and the cheapest is
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 
 from twostroke.errors import NoWorkerError
-from twostroke.policy.cost import MANY, Costing, needed_blocks
+from twostroke.policy.cost import Costing, needed_blocks
 from twostroke.policy.plan import STRICT, Estimate, Limits, Option, Options, Plan, Weights
+from twostroke.policy.shortlist import READERS, WHOLE_ON_DECODE, WHOLE_ON_PREFILL, WRITERS, Shortlists
 from twostroke.policy.snapshot import ClusterSnapshot, PlacementRequest, WorkerSnapshot
-from twostroke.policy.step_model import StepBatch, chunk_pairs
 from twostroke.policy.terms import Kv, Reading, Writing, terms_of
 
 __all__ = ["ClusterSnapshot", "Options", "PlacementRequest", "Plan", "WorkerSnapshot", "place"]
@@ -25,8 +24,6 @@ ROUNDING = 1e-9
 """By how much the least that a way may cost can be off (Costing.least_reading, least_writing)."""
 COST_DIGITS = 4
 """Costs that differ beyond them are alike, and the names decide."""
-_WORST, _BEST = (True, True), (False, False)
-_READERS, _WRITERS, _WHOLE_ON_PREFILL, _WHOLE_ON_DECODE = range(4)
 _first = itemgetter(0)
 
 
@@ -37,24 +34,28 @@ def place(
     *,
     weights: Weights = DEFAULT_WEIGHTS,
     limits: Limits = DEFAULT_LIMITS,
+    explain: bool = True,
 ) -> Plan:
     """The cheapest way that is open.
 
-    Raises NoWorkerError when no worker can serve the request at all. No room is a Plan to WAIT, and no hope for the
-    deadline a Plan to REFUSE, where those are switched on.
+    explain: whether Plan.why has the best of every way that is open; else it may lack those that are not taken, which
+    are then costed only as far as it takes to know that. Raises NoWorkerError when no worker can serve the request at
+    all. No room is a Plan to WAIT, and no hope for the deadline a Plan to REFUSE, where those are switched on.
     """
     costing = Costing(request, weights, limits, options)
-    why = list(_best_of_each(costing, snapshot, options))
-    why.sort(key=_rank)
+    deadline_s = request.deadline_s if options.refuse else None
+    why = _best_of_each(costing, snapshot, options, explain=explain or deadline_s is not None)
+    if len(why) > 1:
+        why.sort(key=_rank)
     if not why:
         why = [_alone(costing, Option.D_ALONE, worker) for worker in snapshot.workers if _is_both(worker)]
         why = sorted(why, key=_rank)[:1]
     if not why:
         raise NoWorkerError(_nobody(snapshot, options))
     best = why[0]
-    if options.refuse and request.deadline_s is not None:
+    if deadline_s is not None:
         soonest = min(why, key=lambda estimate: estimate.finish_s)
-        late_s = soonest.finish_s - request.deadline_s * (1 + weights.refuse_margin)
+        late_s = soonest.finish_s - deadline_s * (1 + weights.refuse_margin)
         if late_s > 0:
             # Queues drain a second per second; what is late without a queue stays late.
             retry_after_s = late_s if late_s <= soonest.queue_s else None
@@ -71,75 +72,110 @@ def place(
     )
 
 
-def _rank(estimate: Estimate) -> tuple[object, ...]:
-    cost = round(estimate.cost + estimate.crowding, COST_DIGITS)
+def _rank(estimate: Estimate) -> tuple[bool, bool, float, str, str]:
+    cost = round(estimate.own_cost + estimate.disturbed_cost + estimate.crowding, COST_DIGITS)
     return estimate.avoided, not estimate.fits, cost, estimate.prefill, estimate.decode
 
 
-def _best_of_each(costing: Costing, snapshot: ClusterSnapshot, options: Options) -> Iterator[Estimate]:
-    listed = _Shortlists(costing, snapshot.workers)
-    if options.p_then_d and (best := _best_pair(costing, snapshot, listed)):
-        yield best
-    for is_open, option, whole in (
-        (options.d_alone, Option.D_ALONE, _WHOLE_ON_DECODE),
-        (options.p_alone, Option.P_ALONE, _WHOLE_ON_PREFILL),
-    ):
-        if is_open and (best := _best_alone(costing, option, listed.first(whole))):
-            yield best
-    if options.lent_decoder and (best := _best_lent(costing, snapshot, listed)):
-        yield best
+class _Best:
+    """The best of the ways that were offered, and what can still replace it.
+
+    most: what costs more cannot, roundings included, unless its flags (avoided, does not fit) are better. fine: no flags
+    can be.
+    """
+
+    __slots__ = ("_rank", "estimate", "fine", "flags", "most")
+
+    def __init__(self) -> None:
+        self.estimate: Estimate | None = None
+        self.fine = False
+        self.flags = (True, True)
+        self.most = math.inf
+        self._rank: tuple[bool, bool, float, str, str] | None = None
+
+    def offer(self, estimate: Estimate) -> None:
+        """A way that is open."""
+        rank = _rank(estimate)
+        if self._rank is not None and self._rank <= rank:
+            return
+        self.estimate, self._rank = estimate, rank
+        self.flags = avoided, unfit = rank[:2]
+        self.fine = not (avoided or unfit)
+        cost = estimate.own_cost + estimate.disturbed_cost + estimate.crowding
+        self.most = cost + 10**-COST_DIGITS + ROUNDING * (1 + abs(cost))
+
+    def excludes(self, least: float, reading: Reading, writing: Writing) -> bool:
+        """Whether such a way, which costs at least so much, cannot replace it."""
+        return least > self.most and (self.fine or _flags(reading, writing) >= self.flags)
 
 
-def _best_pair(costing: Costing, snapshot: ClusterSnapshot, listed: _Shortlists) -> Estimate | None:
-    """The best of the shortlisted pairs; the lists grow until one of them can exchange KV, or all are in."""
+def _best_of_each(costing: Costing, snapshot: ClusterSnapshot, options: Options, *, explain: bool) -> list[Estimate]:
+    """explain: as in place. Without it every way has to be better than those before it."""
+    listed = Shortlists(costing, snapshot.workers)
+    found = [_Best()]
+
+    def best() -> _Best:
+        if explain:
+            found.append(_Best())
+        return found[-1]
+
+    if options.p_then_d:
+        _pairs(costing, snapshot, listed, best())
+    if options.d_alone:
+        _each_alone(costing, Option.D_ALONE, listed.first(WHOLE_ON_DECODE), best())
+    if options.p_alone:
+        _each_alone(costing, Option.P_ALONE, listed.first(WHOLE_ON_PREFILL), best())
+    if options.lent_decoder:
+        _lent(costing, snapshot, listed, best())
+    return [each.estimate for each in found if each.estimate is not None]
+
+
+def _pairs(costing: Costing, snapshot: ClusterSnapshot, listed: Shortlists, best: _Best) -> None:
+    """The shortlisted pairs; the lists grow until one of them can exchange KV, or all are in."""
     size = costing.limits.shortlist
     while True:
-        readers = [(worker, 0) for worker in listed.first(_READERS, size)]
-        if best := _cheapest(costing, snapshot, Option.P_THEN_D, readers, listed.first(_WRITERS, size)):
-            return best
-        if size >= listed.longest:
-            return None
+        reads = []
+        for worker in listed.first(READERS, size):
+            terms = worker.terms or terms_of(worker)
+            reads.append((terms.backlog_s, worker, terms.chunk_tokens))
+        _each_pair(costing, snapshot, Option.P_THEN_D, reads, listed.first(WRITERS, size), best)
+        if best.estimate is not None or size >= listed.longest:
+            return
         size *= 4
 
 
-def _cheapest(
+def _each_pair(
     costing: Costing,
     snapshot: ClusterSnapshot,
     option: Option,
-    readers: Iterable[tuple[WorkerSnapshot, int]],
-    writers: Iterable[WorkerSnapshot],
-    best: Estimate | None = None,
-) -> Estimate | None:
-    """The best of all pairs and of `best`. What cannot be it by the least that it may cost is not costed.
+    reads: list[tuple[float, WorkerSnapshot, int]],
+    writers: Sequence[WorkerSnapshot],
+    best: _Best,
+) -> None:
+    """All pairs. What cannot be the best by the least that it may cost is not costed.
 
-    readers: with the tokens of a chunk, 0 for the worker's own.
+    reads: (backlog in seconds, reader, tokens of a chunk).
     """
+    if not reads or not writers:
+        return
     kv = Kv(snapshot.kv_bytes_per_token, snapshot.streams_kv)
     refused, links, default = snapshot.refused_pairs, snapshot.links, snapshot.default_link
-    reads: list[tuple[float, WorkerSnapshot, int]] = []
-    for worker, chunk_tokens in readers:
-        terms = worker.terms or terms_of(worker)
-        reads.append((terms.backlog_s, worker, chunk_tokens or terms.chunk_tokens))
     writes: list[tuple[float, Writing]] = []
-    least_chunk = min(read[2] for read in reads) if reads else 0
+    least_chunk = min([read[2] for read in reads])
     for worker in writers:
         writing = costing.writing(worker)
         handoff_s = 0.0 if links else default.latency_s + kv.least_s(writing.missing_tokens, least_chunk, default)
         writes.append((costing.least_writing(writing, handoff_s), writing))
-    if not writes:
-        return best
     reads.sort(key=_first)
     writes.sort(key=_first)
     least_of_all = writes[0][0]
-    flags, most = _worth(best)
-    fine = flags == _BEST
     for backlog_s, reader, chunk_tokens in reads:
-        if fine and costing.least_reading(backlog_s) + least_of_all > most:
+        if best.fine and costing.least_reading(backlog_s) + least_of_all > best.most:
             break
         reading = costing.reading(reader, chunk_tokens)
         for least_write, writing in writes:
-            if reading.least + least_write > most and (fine or _flags(reading, writing) >= flags):
-                if fine:
+            if best.excludes(reading.least + least_write, reading, writing):
+                if best.fine:
                     break
                 continue
             pair = (reader.worker, writing.worker.worker)
@@ -147,52 +183,33 @@ def _cheapest(
                 continue
             link = links.get(pair, default) if links else default
             if link.healthy:
-                best = _better(best, costing.estimate(option, reading, writing, link, kv))
-                flags, most = _worth(best)
-                fine = flags == _BEST
-    return best
+                best.offer(costing.estimate(option, reading, writing, link, kv))
 
 
-def _best_alone(costing: Costing, option: Option, workers: Iterable[WorkerSnapshot]) -> Estimate | None:
-    """The best of the workers that do both, costed as in _cheapest."""
-    best: Estimate | None = None
-    flags, most = _worth(best)
+def _each_alone(costing: Costing, option: Option, workers: Sequence[WorkerSnapshot], best: _Best) -> None:
+    """The workers that do both, costed as in _each_pair."""
     for worker in workers:
+        if best.fine and worker.reads_prompts and costing.least_alone(worker) > best.most:
+            continue
         writing = costing.writing(worker)
         least_write = costing.least_writing(writing, 0.0)
-        if flags == _BEST and costing.least_reading(writing.terms.backlog_s) + least_write > most:
+        if best.fine and costing.least_reading(writing.terms.backlog_s) + least_write > best.most:
             continue
         reading = costing.reading(worker)
-        if reading.least + least_write > most and _flags(reading, writing) >= flags:
-            continue
-        best = _better(best, costing.alone(option, reading, writing))
-        flags, most = _worth(best)
-    return best
+        if not best.excludes(reading.least + least_write, reading, writing):
+            best.offer(costing.alone(option, reading, writing))
 
 
-def _best_lent(costing: Costing, snapshot: ClusterSnapshot, listed: _Shortlists) -> Estimate | None:
+def _lent(costing: Costing, snapshot: ClusterSnapshot, listed: Shortlists, best: _Best) -> None:
     """Decode workers that read in bounded chunks: each writes itself, or the best other one does."""
-    lenders = listed.first(_WHOLE_ON_DECODE, (costing.limits.shortlist + 1) // 2)
-    readers = [(worker, chunk) for worker in lenders if (chunk := costing.lent_chunk_tokens(worker))]
-    if not readers:
-        return None
-    best: Estimate | None = None
-    for worker, chunk in readers:
-        alone = costing.alone(Option.LENT_DECODER, costing.reading(worker, chunk), costing.writing(worker))
-        best = _better(best, alone)
-    return _cheapest(costing, snapshot, Option.LENT_DECODER, readers, listed.first(_WRITERS, 2), best)
-
-
-def _better(one: Estimate | None, other: Estimate) -> Estimate:
-    return other if one is None or _rank(other) < _rank(one) else one
-
-
-def _worth(best: Estimate | None) -> tuple[tuple[bool, bool], float]:
-    """(flags, cost) of an estimate; what costs more and has no better flags cannot replace it, roundings included."""
-    if best is None:
-        return _WORST, math.inf
-    cost = best.cost + best.crowding
-    return (best.avoided, not best.fits), cost + 10**-COST_DIGITS + ROUNDING * (1 + abs(cost))
+    lenders = listed.first(WHOLE_ON_DECODE, (costing.limits.shortlist + 1) // 2)
+    reads = [(0.0, worker, chunk) for worker in lenders if (chunk := costing.lent_chunk_tokens(worker))]
+    for _, worker, chunk in reads:
+        reading, writing = costing.reading(worker, chunk), costing.writing(worker)
+        if not best.excludes(reading.least + costing.least_writing(writing, 0.0), reading, writing):
+            best.offer(costing.alone(Option.LENT_DECODER, reading, writing))
+    if reads:
+        _each_pair(costing, snapshot, Option.LENT_DECODER, reads, listed.first(WRITERS, 2), best)
 
 
 def _flags(reading: Reading, writing: Writing) -> tuple[bool, bool]:
@@ -201,91 +218,6 @@ def _flags(reading: Reading, writing: Writing) -> tuple[bool, bool]:
 
 def _alone(costing: Costing, option: Option, worker: WorkerSnapshot) -> Estimate:
     return costing.alone(option, costing.reading(worker), costing.writing(worker))
-
-
-class _Shortlists:
-    """Workers in the order in which a quick look finds them promising; close looks are for the first of them."""
-
-    def __init__(self, costing: Costing, workers: Sequence[WorkerSnapshot]) -> None:
-        self._costing = costing
-        self._workers = workers
-        writers = [worker for worker in workers if worker.writes_answers]
-        self._all = (
-            [worker for worker in workers if worker.reads_prompts],
-            writers,
-            [worker for worker in workers if not worker.writes_answers],
-            writers,
-        )
-        self._scored: tuple[list[_Scored], ...] | None = None
-
-    @property
-    def longest(self) -> int:
-        """How many there are at most, of readers and of writers."""
-        return max(len(self._all[0]), len(self._all[1]))
-
-    def first(self, kind: int, size: int = 0) -> list[WorkerSnapshot]:
-        """The most promising ones of a kind; all of them, in any order, where those are no more."""
-        size = size or self._costing.limits.shortlist
-        found = self._all[kind]
-        if len(found) <= size:
-            return found
-        if self._scored is None:
-            self._scored = self._look()
-        return [entry[3] for entry in heapq.nsmallest(size, self._scored[kind])]
-
-    def _look(self) -> tuple[list[_Scored], ...]:
-        """Over every worker of the cluster, so written for speed."""
-        costing = self._costing
-        request, options, weights = costing.request, costing.options, costing.weights
-        breach, tail, lost = weights.breach, weights.tail, weights.lost
-        crowd = weights.crowd
-        cached_tokens, avoid = request.cached_tokens, request.avoid
-        prompt_tokens, answer_tokens = request.prompt_tokens, max(1, request.expected_output_tokens)
-        answer_context = prompt_tokens + answer_tokens // 2
-        per_ttft, per_itl = 1 / request.slo.ttft_s, 1 / request.slo.itl_s
-        decode_reads = options.d_alone or options.lent_decoder
-        readers: list[_Scored] = []
-        writers: list[_Scored] = []
-        on_prefill: list[_Scored] = []
-        on_decode: list[_Scored] = []
-        for worker in self._workers:
-            name, answers = worker.worker, worker.running_sequences
-            tokens = max(1, prompt_tokens - cached_tokens.get(name, 0))
-            token_s = worker.prefill_token_s or _prefill_token_s(worker)
-            read = (worker.pending_prompt_tokens + tokens) * token_s * per_ttft
-            avoided = name in avoid
-            writes = worker.writes_answers
-            if worker.reads_prompts:
-                readers.append((avoided, read, name, worker))
-            if not writes and not options.p_alone:
-                continue
-            terms = worker.terms or terms_of(worker)
-            write_s = terms.base_s + terms.slope_s * (worker.context_tokens + answer_context)
-            write = write_s * per_itl + crowd * answers / (worker.max_sequences or MANY)
-            last = avoided or prompt_tokens + answer_tokens >= terms.room_tokens
-            if not writes:
-                on_prefill.append((last, read + write, name, worker))
-                continue
-            writers.append((last, write, name, worker))
-            if decode_reads:
-                chunk = min(tokens, worker.step_budget_tokens)
-                slo_s = worker.slo.itl_s
-                full, share = (write_s + chunk * token_s) / slo_s, tokens / (chunk * answer_tokens)
-                stall = share * (full + breach * (full - 1) if full > 1 else full) - share * write_s / slo_s
-                if full > 1 and share > tail:
-                    stall += lost * min(1.0, full - 1) * min(1.0, share / tail - 1)
-                stalls = (answers or 1) * stall
-                read = read + breach * (read - 1) if read > 1 else read
-                on_decode.append((last, read + write + stalls, name, worker))
-        return readers, writers, on_prefill, on_decode
-
-
-_Scored = tuple[bool, float, str, WorkerSnapshot]
-
-
-def _prefill_token_s(worker: WorkerSnapshot) -> float:
-    budget = worker.step_budget_tokens
-    return worker.step_model.step_s(StepBatch(0, 0, budget, chunk_pairs(0, budget), 1)) / budget
 
 
 def _is_both(worker: WorkerSnapshot) -> bool:

@@ -135,7 +135,7 @@ class Estimate(NamedTuple):
         return self.own_cost + self.disturbed_cost
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """The decision.
 

@@ -44,6 +44,18 @@ class StepModel(Protocol):
         """Seconds of a step; of a batch without prefill tokens exactly what decode_terms gives, 0 of an empty one."""
         ...
 
+    def batch_s(
+        self,
+        sequences: int,
+        context_tokens: int,
+        prefill_tokens: int,
+        prefill_pairs: float,
+        prefill_chunks: int = 1,
+        /,
+    ) -> float:
+        """step_s of the batch of these, for those who ask so often that making the tuple counts."""
+        ...
+
 
 def chunk_pairs(computed_tokens: int, new_tokens: int) -> float:
     """Attention pairs of one chunk of new_tokens after computed_tokens of the same prompt."""
@@ -79,13 +91,25 @@ class LinearStepModel:
 
     def step_s(self, batch: StepBatch) -> float:
         """See StepModel."""
-        if batch.sequences + batch.prefill_tokens == 0:
+        return self.batch_s(*batch)
+
+    def batch_s(
+        self,
+        sequences: int,
+        context_tokens: int,
+        prefill_tokens: int,
+        prefill_pairs: float,
+        prefill_chunks: int = 1,
+        /,
+    ) -> float:
+        """See StepModel."""
+        if sequences + prefill_tokens == 0:
             return 0.0
-        base_s, slope_s = self.decode_terms(batch.sequences)
         return (
-            base_s
-            + slope_s * batch.context_tokens
-            + self.per_prefill_token_s * batch.prefill_tokens
-            + self.per_prefill_pair_s * batch.prefill_pairs
-            + self.per_prefill_chunk_s * batch.prefill_chunks
+            self.const_s
+            + self.per_sequence_s * sequences
+            + self.per_context_token_s * context_tokens
+            + self.per_prefill_token_s * prefill_tokens
+            + self.per_prefill_pair_s * prefill_pairs
+            + self.per_prefill_chunk_s * prefill_chunks
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from twostroke.policy.snapshot import LinkSnapshot, WorkerSnapshot
-from twostroke.policy.step_model import StepBatch, chunk_pairs
+from twostroke.policy.step_model import chunk_pairs
 
 
 class Terms:
@@ -46,7 +46,7 @@ class Terms:
             steps = -(-tokens // chunk)
             prompts = max(1, worker.pending_prompts)
             pairs = prompts * chunk_pairs(0, -(-tokens // prompts)) / steps
-            self.backlog_step_s = model.step_s(StepBatch(running, context, -(-tokens // steps), pairs, 1))
+            self.backlog_step_s = model.batch_s(running, context, -(-tokens // steps), pairs)
             self.backlog_s = steps * self.backlog_step_s
 
     def prompt_step_s(self, worker: WorkerSnapshot) -> float:
@@ -55,8 +55,8 @@ class Terms:
             self._prompt_step_s = 0.0
             if worker.reads_prompts:
                 pairs = chunk_pairs(self.chunk_tokens, self.chunk_tokens)
-                batch = StepBatch(worker.running_sequences + 1, worker.context_tokens, self.chunk_tokens, pairs, 1)
-                self._prompt_step_s = worker.step_model.step_s(batch)
+                answers, context_tokens = worker.running_sequences + 1, worker.context_tokens
+                self._prompt_step_s = worker.step_model.batch_s(answers, context_tokens, self.chunk_tokens, pairs)
         return self._prompt_step_s
 
 
@@ -64,8 +64,7 @@ def terms_of(worker: WorkerSnapshot) -> Terms:
     """A worker's, kept with it."""
     terms = worker.terms
     if terms is None:
-        terms = Terms(worker)
-        object.__setattr__(worker, "terms", terms)
+        terms = worker.terms = Terms(worker)
     return terms
 
 
@@ -107,6 +106,8 @@ class Writing:
     needed_blocks: int
     fits: bool
     avoided: bool
+    least: float
+    """No way that writes here costs less after the first gap, whoever reads."""
 
 
 class Kv(NamedTuple):

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop
 
-from twostroke.policy.step_model import StepBatch
 from twostroke.sim.clock import exact
 from twostroke.sim.decoding import Decoding
 from twostroke.sim.limits import Listener
@@ -46,7 +45,7 @@ class Batching(Decoding):
         for sequence in self._prefilling:
             if not budget:
                 break
-            new = min(sequence.prompt_tokens - sequence.computed, budget, sequence.chunk_tokens)
+            new = _chunk_tokens(sequence, budget)
             budget -= new
             tokens += new
             pairs += new * (2 * sequence.computed + new) / 2
@@ -57,7 +56,7 @@ class Batching(Decoding):
                 break
             self.waiting.popleft()
             self._prefilling.append(sequence)
-            new = min(sequence.prompt_tokens - sequence.computed, budget, sequence.chunk_tokens)
+            new = _chunk_tokens(sequence, budget)
             budget -= new
             tokens += new
             pairs += new * (2 * sequence.computed + new) / 2
@@ -69,8 +68,7 @@ class Batching(Decoding):
         run = self._run
         run.steps = 1
         run.delta_s = 0.0
-        batch = StepBatch(self.decoding, self.context_sum, tokens, pairs, len(chunks))
-        run.first_s = exact(self.limits.model.step_s(batch))
+        run.first_s = exact(self.limits.model.batch_s(self.decoding, self.context_sum, tokens, pairs, len(chunks)))
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -189,3 +187,11 @@ class Batching(Decoding):
         sequence.held = None
         self.changed = True
         self._listener.finished(self, sequence, now_s)
+
+
+def _chunk_tokens(sequence: Sequence, budget: int) -> int:
+    """What of a prompt is computed in a step that has room for so many tokens."""
+    new = sequence.prompt_tokens - sequence.computed
+    if new > sequence.chunk_tokens:
+        new = sequence.chunk_tokens
+    return new if new < budget else budget

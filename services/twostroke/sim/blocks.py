@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence as Items
+
+_FEW = 1024
 
 
 class Holding:
@@ -23,14 +25,21 @@ class BlockStore:
     cache a prefix count as free: they are evicted, oldest first, when sequences need them.
     """
 
-    __slots__ = ("_idle", "_references", "total", "unit", "used")
+    __slots__ = ("_cold", "_cold_units", "_drops", "_idle", "_units", "total", "unit", "used")
 
     def __init__(self, total: int, unit: int) -> None:
         self.total = total
         self.unit = unit
         self.used = 0
-        self._references: dict[int, int] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._units: dict[int, int] = {}
+        """Cached units, and how many sequences refer to each; where none does, the number of the last one's drop."""
+        self._idle = 0
+        """How many of them none refers to."""
+        self._cold: deque[tuple[int, list[int]]] = deque()
+        """(number of the drop, its units) in order. What was used or evicted since is there still, and passed over."""
+        self._cold_units = 0
+        self._drops = 0
+        """Counted downwards, so that none is mistaken for a number of sequences."""
 
     @property
     def free(self) -> int:
@@ -40,40 +49,41 @@ class BlockStore:
     @property
     def spare(self) -> int:
         """Blocks that neither a sequence nor a cached prefix has."""
-        return self.total - self.used - self.unit * len(self._idle)
+        return self.total - self.used - self.unit * self._idle
 
     def hits(self, hashes: Items[int]) -> int:
         """Leading hashes whose blocks are here."""
-        references, idle = self._references, self._idle
+        units = self._units
         found = 0
         for key in hashes:
-            if key not in references and key not in idle:
+            if key not in units:
                 break
             found += 1
         return found
 
     def shared_now(self, hashes: Items[int], hits: int) -> int:
         """Of the first `hits` hashes, those that sequences hold already, so that another costs no block."""
-        references = self._references
-        return sum(1 for key in hashes[:hits] if key in references)
+        units = self._units
+        return sum(1 for key in hashes[:hits] if units[key] > 0)
 
     def take(self, hashes: Items[int], hits: int, blocks: int) -> Holding:
         """Holds `blocks` blocks, the first `hits` units of them from the cache. The caller has checked for room."""
-        references, idle, unit = self._references, self._idle, self.unit
-        fresh = blocks - hits * unit
+        units = self._units
+        private = blocks - hits * self.unit
         shared = list(hashes[:hits])
+        woken = 0
         for key in shared:
-            count = references.get(key)
-            if count is None:
-                del idle[key]
-                references[key] = 1
-                fresh += unit
+            count = units[key]
+            if count > 0:
+                units[key] = count + 1
             else:
-                references[key] = count + 1
-        self.used += fresh
-        if idle:
+                units[key] = 1
+                woken += 1
+        self._idle -= woken
+        self.used += private + woken * self.unit
+        if self._idle:
             self._evict()
-        return Holding(blocks - hits * unit, shared)
+        return Holding(private, shared)
 
     def fits(self, hashes: Items[int], hits: int, blocks: int) -> bool:
         """Whether `take` would find room."""
@@ -82,22 +92,19 @@ class BlockStore:
 
     def publish(self, holding: Holding, hashes: Items[int]) -> None:
         """The sequence has computed the prefix units of `hashes`: those that nobody cached yet become shared."""
-        references, idle, unit, shared = self._references, self._idle, self.unit, holding.shared
-        fresh = dict.fromkeys(hashes[len(shared) :], 1)
-        if (
-            len(fresh) == len(hashes) - len(shared)
-            and references.keys().isdisjoint(fresh)
-            and idle.keys().isdisjoint(fresh)
-        ):
-            references.update(fresh)
-            shared.extend(fresh)
-            holding.private -= unit * len(fresh)
+        units, unit, shared = self._units, self.unit, holding.shared
+        mine = hashes[len(shared) :]
+        fresh = dict.fromkeys(mine, 1)
+        if len(fresh) == len(mine) and units.keys().isdisjoint(fresh):
+            units.update(fresh)
+            shared.extend(mine)
+            holding.private -= unit * len(mine)
             return
-        for key in hashes[len(shared) :]:
+        for key in mine:
             # Computed twice at the same time: the second copy stays private, and so does what follows it.
-            if key in references or key in idle:
+            if key in units:
                 break
-            references[key] = 1
+            units[key] = 1
             shared.append(key)
             holding.private -= unit
 
@@ -109,22 +116,46 @@ class BlockStore:
 
     def drop(self, holding: Holding) -> None:
         """The sequence is gone; its published prefix stays cached until the room is needed."""
-        references, idle = self._references, self._idle
-        self.used -= holding.private
-        # The tail first, so that the tail is evicted first.
-        for key in reversed(holding.shared):
-            count = references[key]
-            if count > 1:
-                references[key] = count - 1
+        units, keys = self._units, holding.shared
+        self._drops = drop = self._drops - 1
+        released = 0
+        for key in keys:
+            count = units[key]
+            if count == 1:
+                units[key] = drop
+                released += 1
             else:
-                del references[key]
-                idle[key] = None
-                self.used -= self.unit
+                units[key] = count - 1
+        self.used -= holding.private + released * self.unit
+        if released:
+            self._idle += released
+            self._cold.append((drop, keys))
+            self._cold_units += len(keys)
+            if self._cold_units > 4 * len(units) + _FEW:
+                self._forget_passed()
 
     def _evict(self) -> None:
-        idle = self._idle
-        over = self.used + self.unit * len(idle) - self.total
-        if over > 0:
-            pop = idle.popitem
-            for _ in range(min(len(idle), -(-over // self.unit))):
-                pop(False)
+        over = self.used + self.unit * self._idle - self.total
+        if over <= 0:
+            return
+        units, cold = self._units, self._cold
+        left = min(self._idle, -(-over // self.unit))
+        self._idle -= left
+        while left:
+            drop, keys = cold[0]
+            before = len(keys)
+            # The tail first.
+            while keys and left:
+                key = keys.pop()
+                if units.get(key) == drop:
+                    del units[key]
+                    left -= 1
+            self._cold_units -= before - len(keys)
+            if not keys:
+                cold.popleft()
+
+    def _forget_passed(self) -> None:
+        units = self._units
+        kept = ((drop, [key for key in keys if units.get(key) == drop]) for drop, keys in self._cold)
+        self._cold = deque((drop, keys) for drop, keys in kept if keys)
+        self._cold_units = self._idle

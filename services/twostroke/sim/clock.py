@@ -20,4 +20,4 @@ def exact(seconds: float) -> float:
         raise ConfigError(
             f"a time of {seconds:.0f} s is outside of the simulator's {HORIZON_S:.0f} s (36 h); split the traffic"
         )
-    return max(1, round(seconds * _PER_SECOND)) * QUANTUM_S
+    return (round(seconds * _PER_SECOND) or 1) * QUANTUM_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop
+from math import inf
 from typing import Any
 
 from twostroke.errors import NoWorkerError
@@ -17,7 +18,7 @@ from twostroke.sim.placer import Placer
 from twostroke.sim.recorder import UNSET, Recorder
 from twostroke.sim.sequence import Sequence, Stroke
 from twostroke.sim.traffic import Traffic
-from twostroke.sim.worker import NO_HASHES, Flight, State, Worker
+from twostroke.sim.worker import NO_HASHES, NOBODY, Flight, State, Worker
 
 
 class Cluster(Lives):
@@ -72,14 +73,14 @@ class Cluster(Lives):
             self._next = min(traffic.concurrency, total)
             total = 0
         arrive, hop_s, told = self._arrive, self._hop_s, 0
-        next_s = exact(arrivals[0]) + hop_s if total else float("inf")
-        while heap or next_s < float("inf"):
+        next_s = exact(arrivals[0]) + hop_s if total else inf
+        while heap or next_s < inf:
             if not heap or next_s <= heap[0][0]:
                 self.now_s = next_s
                 request = self._next
                 self._next = request + 1
                 arrive(request, next_s)
-                next_s = exact(arrivals[request + 1]) + hop_s if request + 1 < total else float("inf")
+                next_s = exact(arrivals[request + 1]) + hop_s if request + 1 < total else inf
                 told += 1
                 if progress is not None and told % 1000 == 0:
                     progress(self.now_s, self.records.finished)
@@ -118,7 +119,7 @@ class Cluster(Lives):
         prompt = traffic.prompt_tokens[request] + delivered
         output = traffic.output_tokens[request] - delivered
         hashes = traffic.hashes[request] if traffic.hashes else NO_HASHES
-        avoid = self._failed_on.get(request, frozenset()) if self._failed_on else frozenset()
+        avoid = self._failed_on.get(request, NOBODY) if self._failed_on else NOBODY
         try:
             prefill, decode, chunk = self._placer.place(prompt, output, hashes, avoid, now_s)
         except NoWorkerError:
@@ -192,7 +193,7 @@ class Cluster(Lives):
         del self.flights[request]
         self._land(flight)
         name = (lost or decode).name
-        self._failed_on[request] = self._failed_on.get(request, frozenset()) | {name}
+        self._failed_on[request] = self._failed_on.get(request, NOBODY) | {name}
         self._delivered[request] = delivered
         self.send(now_s + self._hop_s, self._place, request)
 
@@ -254,7 +255,8 @@ class Cluster(Lives):
 
     def chunk_done(self, engine: Batching, sequence: Sequence, now_s: float) -> None:
         flight: Flight = sequence.link  # type: ignore[assignment]
-        flight.computed = max(flight.computed, sequence.computed)
+        if sequence.computed > flight.computed:
+            flight.computed = sequence.computed
         if sequence.computed == sequence.prompt_tokens:
             flight.done = True
             flight.done_s = now_s

@@ -123,7 +123,7 @@ class Decoding:
         else:
             self._gaps.add(run.first_s, run.delta_s, steps, self.decoding)
         if self._limit_s:
-            self._over += run.longer(self._limit_s, steps)
+            self._over += (run.first_s > self._limit_s) if steps == 1 else run.longer(self._limit_s, steps)
 
     def _book_fresh(self, steps: int) -> None:
         """The same where sequences joined with the run: their first gaps began elsewhere, and end with their first step

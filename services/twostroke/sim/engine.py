@@ -60,8 +60,10 @@ class Engine(Batching):
         found = store.hits(hashes)
         if found and run.grown < run.steps and store.spare < self.decoding * (run.steps // self._block + 1):
             # The blocks that answers grew into meanwhile may have been these.
+            grown = run.grown
             self.sync(now_s)
-            found = store.hits(hashes)
+            if run.grown > grown:
+                found = store.hits(hashes)
         return found
 
     # What reaches the worker.
@@ -166,7 +168,8 @@ class Engine(Batching):
         steps = run.steps
         self.busy_s += now_s - run.start_s
         if self.decoding:
-            self._grow(steps)
+            if run.grown < steps:
+                self._grow(steps)
             self._book(steps)
             self.context_sum += self.decoding * steps
         self.steps += steps

@@ -128,10 +128,11 @@ class PolicyPlacer:
         """See Placer."""
         workers = self._cells.next()
         cached: dict[str, int] = {}
-        if hashes:
-            for name, worker in workers.items():
-                if hits := worker.engine.hits(hashes, now_s):
-                    cached[name] = hits * worker.kind.limits.unit_tokens
+        snapshots = []
+        for name, worker in workers.items():
+            if hashes and (hits := worker.engine.hits(hashes, now_s)):
+                cached[name] = hits * worker.kind.limits.unit_tokens
+            snapshots.append(worker.snapshot(now_s))
         plan = place(
             PlacementRequest(
                 prompt_tokens,
@@ -142,13 +143,14 @@ class PolicyPlacer:
                 deadline_s=self._deadline_s,
             ),
             ClusterSnapshot(
-                [worker.snapshot(now_s) for worker in workers.values()],
+                snapshots,
                 default_link=self._link,
                 kv_bytes_per_token=self._kv_bytes_per_token,
                 streams_kv=self._streams,
             ),
             self._options,
             limits=self._limits,
+            explain=False,
         )
         if not plan.decode:
             return Placed(None, None)

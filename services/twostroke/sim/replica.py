@@ -33,14 +33,27 @@ class Remembering:
         return found
 
     def step_s(self, batch: StepBatch) -> float:
+        """See StepModel."""
+        return self.batch_s(*batch)
+
+    def batch_s(
+        self,
+        sequences: int,
+        context_tokens: int,
+        prefill_tokens: int,
+        prefill_pairs: float,
+        prefill_chunks: int = 1,
+        /,
+    ) -> float:
         """See StepModel. A step is affine in its context, with prefill or without."""
-        slope_s = self.decode_terms(max(1, batch.sequences))[1] * batch.context_tokens
-        key = (batch.sequences, batch.prefill_tokens, batch.prefill_pairs, batch.prefill_chunks)
+        slope_s = self.decode_terms(max(1, sequences))[1] * context_tokens
+        key = (sequences, prefill_tokens, prefill_pairs, prefill_chunks)
         found = self._steps.get(key)
         if found is None:
             if len(self._steps) >= _MOST_STEPS:
                 self._steps.clear()
-            found = self._steps[key] = self.model.step_s(batch) - slope_s
+            whole_s = self.model.batch_s(sequences, context_tokens, prefill_tokens, prefill_pairs, prefill_chunks)
+            found = self._steps[key] = whole_s - slope_s
         return found + slope_s
 
 

@@ -21,6 +21,8 @@ class Run:
     def end_s(self) -> float:
         """When the last step ends; exact, see clock.py."""
         steps = self.steps
+        if steps == 1:
+            return self.start_s + self.first_s
         return self.start_s + (steps * self.first_s + self.delta_s * (steps * (steps - 1) // 2))
 
     def ended(self, now_s: float) -> int:

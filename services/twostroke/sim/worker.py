@@ -156,3 +156,4 @@ class Flight:
 
 
 NO_HASHES: Items[int] = ()
+NOBODY: frozenset[str] = frozenset()

@@ -129,6 +129,8 @@ def test_the_best_of_every_way_is_the_best_of_all(setting: tuple[Weights, Limits
                     best[way.option] = min(best.get(way.option, way), way, key=rank)
             plan = place(request, snapshot, options, weights=weights, limits=limits)
             assert list(plan.why) == sorted(best.values(), key=rank)
+            quick = place(request, snapshot, options, weights=weights, limits=limits, explain=False)
+            assert (quick.option, quick.chosen, quick.chunk_tokens) == (plan.option, plan.chosen, plan.chunk_tokens)
             taken.add(plan.why[0].option)
     assert taken >= {Option.P_THEN_D, Option.D_ALONE, Option.P_ALONE}
 

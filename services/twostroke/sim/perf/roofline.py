@@ -139,10 +139,22 @@ class RooflineStepModel:
 
     def step_s(self, batch: StepBatch) -> float:
         """See StepModel."""
-        if batch.sequences + batch.prefill_tokens == 0:
+        return self.batch_s(*batch)
+
+    def batch_s(
+        self,
+        sequences: int,
+        context_tokens: int,
+        prefill_tokens: int,
+        prefill_pairs: float,
+        prefill_chunks: int = 1,
+        /,
+    ) -> float:
+        """See StepModel."""
+        if sequences + prefill_tokens == 0:
             return 0.0
-        base_s = self.base_s(batch.sequences, batch.prefill_tokens, batch.prefill_pairs, batch.prefill_chunks)
-        return float(base_s + self.context_token_s() * batch.context_tokens)
+        base_s = self.base_s(sequences, prefill_tokens, prefill_pairs, prefill_chunks)
+        return float(base_s + self.context_token_s() * context_tokens)
 
     def context_token_s(self) -> float:
         """Seconds that one token of context adds to a decode step: reading its KV, or multiplying with it."""

@@ -47,9 +47,21 @@ class Scaled:
 
     def step_s(self, batch: StepBatch) -> float:
         """See StepModel."""
-        whole_s = self.model.step_s(batch)
-        if not batch.sequences:
+        return self.batch_s(*batch)
+
+    def batch_s(
+        self,
+        sequences: int,
+        context_tokens: int,
+        prefill_tokens: int,
+        prefill_pairs: float,
+        prefill_chunks: int = 1,
+        /,
+    ) -> float:
+        """See StepModel."""
+        whole_s = self.model.batch_s(sequences, context_tokens, prefill_tokens, prefill_pairs, prefill_chunks)
+        if not sequences:
             return whole_s * self.prefill
-        base_s, slope_s = self.model.decode_terms(batch.sequences)
-        decode_s = min(whole_s, base_s + slope_s * batch.context_tokens)
+        base_s, slope_s = self.model.decode_terms(sequences)
+        decode_s = min(whole_s, base_s + slope_s * context_tokens)
         return decode_s * self.decode + (whole_s - decode_s) * self.prefill
