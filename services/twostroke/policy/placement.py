@@ -80,8 +80,8 @@ def _rank(estimate: Estimate) -> tuple[bool, bool, float, str, str]:
 class _Best:
     """The best of the ways that were offered, and what can still replace it.
 
-    most: what costs more cannot, roundings included, unless its flags (avoided, does not fit) are better. fine: no flags
-    can be.
+    most: what costs more cannot, roundings included, unless its flags (avoided, does not fit) are better.
+    fine: no flags can be.
     """
 
     __slots__ = ("_rank", "estimate", "fine", "flags", "most")
