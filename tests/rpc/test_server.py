@@ -24,6 +24,7 @@ from twostroke.errors import (
     TwostrokeError,
     UnavailableError,
 )
+from twostroke.rpc import interceptors
 from twostroke.rpc.channel import connect
 from twostroke.rpc.probe import check
 from twostroke.rpc.server import Server
@@ -119,7 +120,16 @@ async def test_a_call_without_a_deadline_is_refused_by_name(rig: Rig) -> None:
     assert await rig.generate("fine") == ["one"]
 
 
-async def test_a_client_that_leaves_ends_the_handler(rig: Rig) -> None:
+async def test_a_client_that_leaves_ends_the_handler_and_gets_no_status(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O-68: of each status that finds no client, grpc.aio keeps 400 bytes for ever."""
+    aborted: list[object] = []
+
+    async def note(context: object, error: TwostrokeError) -> None:
+        aborted.append(error)
+
+    monkeypatch.setattr(interceptors, "abort", note)
     async with connect(f"127.0.0.1:{rig.port}", RpcSettings()) as channel:
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
             pb.GenerateRequest(request_id="forever"), timeout=60
@@ -127,6 +137,8 @@ async def test_a_client_that_leaves_ends_the_handler(rig: Rig) -> None:
         assert (await call.read()).text == "one"
         call.cancel()
         await asyncio.wait_for(rig.service.ended.wait(), 5)
+    assert await rig.generate("fine") == ["one"]
+    assert aborted == []
 
 
 async def test_a_dead_address_says_so() -> None:

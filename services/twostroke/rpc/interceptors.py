@@ -85,7 +85,10 @@ async def _fail(context: _Context, method: str, error: BaseException) -> None:
     if isinstance(error, TwostrokeError):
         await abort(context, error)
     if isinstance(error, asyncio.CancelledError):
-        if context.cancelled() or context.done():
+        task = asyncio.current_task()
+        # Whose task is cancelled has no client any more, though its context may not say so yet. A status for nobody is
+        # memory that grpc.aio never frees.
+        if context.cancelled() or context.done() or (task is not None and task.cancelling()):
             raise error
         await abort(context, EngineError(f"{method} was cancelled by its own server"))
     log.error("%s failed", method, exc_info=error)
