@@ -42,18 +42,10 @@ class StepModel(Protocol):
 
     def step_s(self, batch: StepBatch) -> float:
         """Seconds of a step; of a batch without prefill tokens exactly what decode_terms gives, 0 of an empty one."""
-        ...
+        return self.batch_s(*batch)
 
-    def batch_s(
-        self,
-        sequences: int,
-        context_tokens: int,
-        prefill_tokens: int,
-        prefill_pairs: float,
-        prefill_chunks: int = 1,
-        /,
-    ) -> float:
-        """step_s of the batch of these, for those who ask so often that making the tuple counts."""
+    def batch_s(self, sequences: int, context_tokens: int, new_tokens: int, pairs: float, chunks: int = 1, /) -> float:
+        """step_s of the batch of these, in its order, for those who ask so often that making the tuple counts."""
         ...
 
 
@@ -72,7 +64,7 @@ def decode_run_s(model: StepModel, sequences: int, context_tokens: int, steps: i
 
 
 @dataclass(frozen=True, slots=True)
-class LinearStepModel:
+class LinearStepModel(StepModel):
     """A step time that is linear in what the batch holds: the form fitted on line and taken from a worker's profile.
 
     const_s: of every step; per_prefill_chunk_s: of each prompt that has tokens in the step.
@@ -89,27 +81,15 @@ class LinearStepModel:
         """See StepModel."""
         return self.const_s + self.per_sequence_s * sequences, self.per_context_token_s
 
-    def step_s(self, batch: StepBatch) -> float:
+    def batch_s(self, sequences: int, context_tokens: int, new_tokens: int, pairs: float, chunks: int = 1, /) -> float:
         """See StepModel."""
-        return self.batch_s(*batch)
-
-    def batch_s(
-        self,
-        sequences: int,
-        context_tokens: int,
-        prefill_tokens: int,
-        prefill_pairs: float,
-        prefill_chunks: int = 1,
-        /,
-    ) -> float:
-        """See StepModel."""
-        if sequences + prefill_tokens == 0:
+        if sequences + new_tokens == 0:
             return 0.0
         return (
             self.const_s
             + self.per_sequence_s * sequences
             + self.per_context_token_s * context_tokens
-            + self.per_prefill_token_s * prefill_tokens
-            + self.per_prefill_pair_s * prefill_pairs
-            + self.per_prefill_chunk_s * prefill_chunks
+            + self.per_prefill_token_s * new_tokens
+            + self.per_prefill_pair_s * pairs
+            + self.per_prefill_chunk_s * chunks
         )

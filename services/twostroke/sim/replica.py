@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from twostroke.errors import ConfigError
-from twostroke.policy.step_model import LinearStepModel, StepBatch, StepModel
+from twostroke.policy.step_model import LinearStepModel, StepModel
 from twostroke.sim.fleet import WorkerKind
 from twostroke.sim.limits import Limits
 from twostroke.sim.perf import catalogue, fitted, hardware
@@ -18,7 +18,7 @@ _MOST_STEPS = 100_000
 
 
 @dataclass(slots=True)
-class Remembering:
+class Remembering(StepModel):
     """A step model that computes each decode step's terms once, and the prefill of equal batches."""
 
     model: StepModel
@@ -32,27 +32,15 @@ class Remembering:
             found = self._terms[sequences] = self.model.decode_terms(sequences)
         return found
 
-    def step_s(self, batch: StepBatch) -> float:
-        """See StepModel."""
-        return self.batch_s(*batch)
-
-    def batch_s(
-        self,
-        sequences: int,
-        context_tokens: int,
-        prefill_tokens: int,
-        prefill_pairs: float,
-        prefill_chunks: int = 1,
-        /,
-    ) -> float:
+    def batch_s(self, sequences: int, context_tokens: int, new_tokens: int, pairs: float, chunks: int = 1, /) -> float:
         """See StepModel. A step is affine in its context, with prefill or without."""
         slope_s = self.decode_terms(max(1, sequences))[1] * context_tokens
-        key = (sequences, prefill_tokens, prefill_pairs, prefill_chunks)
+        key = (sequences, new_tokens, pairs, chunks)
         found = self._steps.get(key)
         if found is None:
             if len(self._steps) >= _MOST_STEPS:
                 self._steps.clear()
-            whole_s = self.model.batch_s(sequences, context_tokens, prefill_tokens, prefill_pairs, prefill_chunks)
+            whole_s = self.model.batch_s(sequences, context_tokens, new_tokens, pairs, chunks)
             found = self._steps[key] = whole_s - slope_s
         return found + slope_s
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from twostroke.errors import ConfigError
-from twostroke.policy.step_model import StepBatch
+from twostroke.policy.step_model import StepModel
 from twostroke.sim.perf.hardware import Hardware
 from twostroke.sim.perf.model_shape import ModelShape
 
@@ -124,7 +124,7 @@ RATIOS = frozenset(name for name in EFFICIENCY_NAMES if not name.endswith("_s"))
 
 
 @dataclass(frozen=True, slots=True)
-class RooflineStepModel:
+class RooflineStepModel(StepModel):
     """StepModel of one worker. Its batches are the whole worker's and taken as spread evenly over dp and pp."""
 
     shape: ModelShape
@@ -137,23 +137,11 @@ class RooflineStepModel:
         """See StepModel."""
         return self.base_s(sequences, 0, 0.0, 0), self.context_token_s()
 
-    def step_s(self, batch: StepBatch) -> float:
+    def batch_s(self, sequences: int, context_tokens: int, new_tokens: int, pairs: float, chunks: int = 1, /) -> float:
         """See StepModel."""
-        return self.batch_s(*batch)
-
-    def batch_s(
-        self,
-        sequences: int,
-        context_tokens: int,
-        prefill_tokens: int,
-        prefill_pairs: float,
-        prefill_chunks: int = 1,
-        /,
-    ) -> float:
-        """See StepModel."""
-        if sequences + prefill_tokens == 0:
+        if sequences + new_tokens == 0:
             return 0.0
-        base_s = self.base_s(sequences, prefill_tokens, prefill_pairs, prefill_chunks)
+        base_s = self.base_s(sequences, new_tokens, pairs, chunks)
         return float(base_s + self.context_token_s() * context_tokens)
 
     def context_token_s(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from twostroke.policy.step_model import StepBatch, StepModel
+from twostroke.policy.step_model import StepModel
 from twostroke.sim.perf import catalogue, fitted, hardware
 from twostroke.sim.perf.roofline import precision
 from twostroke.sim.replica import ReplicaSpec, is_profile, load_profile
@@ -33,7 +33,7 @@ def intervals(spec: ReplicaSpec) -> tuple[Interval, Interval]:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class Scaled(StepModel):
     """A step model whose prefill and decode parts are so many times as slow as another's."""
 
     model: StepModel
@@ -45,21 +45,9 @@ class Scaled:
         base_s, slope_s = self.model.decode_terms(sequences)
         return base_s * self.decode, slope_s * self.decode
 
-    def step_s(self, batch: StepBatch) -> float:
+    def batch_s(self, sequences: int, context_tokens: int, new_tokens: int, pairs: float, chunks: int = 1, /) -> float:
         """See StepModel."""
-        return self.batch_s(*batch)
-
-    def batch_s(
-        self,
-        sequences: int,
-        context_tokens: int,
-        prefill_tokens: int,
-        prefill_pairs: float,
-        prefill_chunks: int = 1,
-        /,
-    ) -> float:
-        """See StepModel."""
-        whole_s = self.model.batch_s(sequences, context_tokens, prefill_tokens, prefill_pairs, prefill_chunks)
+        whole_s = self.model.batch_s(sequences, context_tokens, new_tokens, pairs, chunks)
         if not sequences:
             return whole_s * self.prefill
         base_s, slope_s = self.model.decode_terms(sequences)
