@@ -8,11 +8,15 @@ HERE = Path(__file__).parent
 PROCESSES = ("cluster", "compose", "edge", "engine", "rpc", "telemetry", "unit/kv", "unit/launch", "unit/worker")
 """Folders whose tests share the cores with processes that they start, and measure them by the clock."""
 
+RERUNS = 2
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One such test in some thousand runs fails by what else the machine did: it is run once more, and both are said.
+    """One such test in some thousand runs fails by what else the machine did: it is run again, and each try is said.
 
-    All others fail at once."""
+    All others fail at once, and these too with `-p no:rerunfailures`."""
     for item in items:
+        if not item.config.pluginmanager.hasplugin("rerunfailures"):
+            return
         if item.path.relative_to(HERE).as_posix().startswith(PROCESSES):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+            item.add_marker(pytest.mark.flaky(reruns=RERUNS))

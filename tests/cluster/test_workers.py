@@ -118,7 +118,7 @@ async def test_sigterm_ends_every_process_cleanly(name: str) -> None:
         assert (await cluster.ask(request(PROMPT, 2))).token_ids == oracle(2)
         cluster.signal(name, signal.SIGTERM)
         assert await asyncio.to_thread(cluster.wait_exit, name) == 0
-        assert "Traceback" not in cluster.log(name)
+        assert "Traceback" not in cluster.log(name), cluster.log(name)
 
 
 async def test_a_worker_with_a_shorter_model_is_refused_by_name() -> None:

@@ -45,11 +45,25 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, deadline_methods: frozenset[str] = frozenset(), guard: Guard | None = None) -> None:
         self._deadline_methods = deadline_methods
         self._guard = guard
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def ended(self, timeout_s: float) -> None:
+        """Returns when every call's handler has, or after timeout_s.
+
+        A stopped server has only asked its handlers to end. An event loop that closes before they have cancels grpc's
+        own tasks too, and grpc.aio logs a traceback for each."""
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=timeout_s)
+            await asyncio.sleep(0)  # grpc's task around a handler ends a step after it
 
     async def intercept_service(
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> _Handler | None:
         """Wraps the handler of one call."""
+        task = asyncio.current_task()
+        if task is not None:
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or method.startswith("/grpc."):

@@ -19,6 +19,7 @@ from twostroke.rpc.trace_context import TraceContextInterceptor
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_HANDLERS_END_S = 2.0
 
 
 class Server:
@@ -36,8 +37,9 @@ class Server:
         guard: Guard | None = None,
     ) -> None:
         self._settings = settings
+        self._boundary = BoundaryInterceptor(deadline_methods, guard)
         self.grpc = grpc.aio.server(
-            interceptors=[TraceContextInterceptor(), BoundaryInterceptor(deadline_methods, guard)],
+            interceptors=[TraceContextInterceptor(), self._boundary],
             options=server_options(settings),
         )
         self._services = tuple(services)
@@ -76,3 +78,4 @@ class Server:
         """Says NOT_SERVING, takes no new calls, gives running ones grace_s and ends the rest."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
+        await self._boundary.ended(_HANDLERS_END_S)
