@@ -6,12 +6,8 @@ Durations are in seconds, sizes in bytes or tokens, as the names say.
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
-import socket
 import tempfile
-from collections.abc import Container
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -27,6 +23,7 @@ KvTransport = Literal["ucx", "nixl"]
 FrontEndKind = Literal["vllm", "plain"]
 PlacementKind = Literal["strict", "all", "one_pool"]
 RolesMode = Literal["off", "advise", "on"]
+LossMode = Literal["continue", "fail"]
 LogFormat = Literal["text", "json"]
 Address = Annotated[str, StringConstraints(pattern=r"^.+:\d+$")]
 
@@ -35,7 +32,6 @@ S = TypeVar("S", bound="_Settings")
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_GRPC_PORT = 50051
 DEFAULT_WORKER_PORT = 50061
-CALM_PORTS = range(20000, 32000)
 
 
 class _Settings(BaseSettings):
@@ -187,6 +183,11 @@ class RouterSettings(_ProcessSettings):
         5.0, ge=0, description="How long requests wait for workers when all of a kind have gone away, before 503."
     )
     prefill_attempts: int = Field(3, gt=0, description="How often a prompt is placed before the request fails.")
+    unseeded_loss: LossMode = Field(
+        "continue",
+        description="An answer drawn without a seed whose worker is lost: continue goes on from its delivered tokens, "
+        "fail ends it with ANSWER_LOST, to be asked again.",
+    )
     lora: str = Field("", description="LoRA adapters to serve as models: name=folder, several separated by commas.")
     lora_updates: bool = Field(False, description="Takes adapters at run time: /v1/load_lora_adapter and its opposite.")
     sse_comment_s: float = Field(
@@ -275,26 +276,6 @@ def read_file(flag: str, path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from error
-
-
-def free_port(host: str, taken: Container[int] = ()) -> int:
-    """A port that is free now and stays so for the seconds until a process listens on it.
-
-    It is taken from below the ports that the kernel gives to outgoing connections, since one of those may be gone by
-    then. Raises OSError when the host is not one of this machine's addresses.
-    """
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    while True:
-        port = secrets.choice(CALM_PORTS)
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                continue
-        if port not in taken:
-            return port
 
 
 def cache_dir() -> Path:

@@ -13,6 +13,7 @@
       UnavailableError           the other side is not there
         NoWorkerError              no worker can take the request
         WorkerLostError            the worker went away with the request
+        AnswerLostError            it took an answer along that cannot be drawn again
       StaleEpochError            the worker restarted since it was chosen
       LayoutMismatchError        two workers cannot exchange KV
       KvLostError                the KV was freed before it was read
@@ -156,6 +157,12 @@ class WorkerLostError(UnavailableError):
     """The worker went away with the request."""
 
     reason = "WORKER_LOST"
+
+
+class AnswerLostError(UnavailableError):
+    """The worker took an answer along that cannot be drawn again."""
+
+    reason = "ANSWER_LOST"
 
 
 class StaleEpochError(TwostrokeError):

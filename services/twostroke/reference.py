@@ -30,6 +30,7 @@ _REMEDIES = {
     "UNAVAILABLE": "retry after the given delay",
     "NO_WORKER": "start the missing worker, which the message and `twostroke status` name",
     "WORKER_LOST": "retry",
+    "ANSWER_LOST": "retry, with a seed; or `--unseeded-loss continue`",
     "STALE_EPOCH": "none; the router places again",
     "LAYOUT_MISMATCH": "start them alike",
     "KV_LOST": "none; the router places again",

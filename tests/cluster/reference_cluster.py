@@ -15,7 +15,8 @@ from pathlib import Path
 
 import grpc.aio
 
-from twostroke.config import RpcSettings, free_port
+from twostroke.config import RpcSettings
+from twostroke.free_port import free_port
 from twostroke.rpc.channel import connect
 from twostroke.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from twostroke.v1.engine_pb2 import SamplingParams, TokenSequence

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from cluster.reference_cluster import Answer, Cluster, request, running
-from twostroke.config import RouterSettings, RpcSettings, free_port, load
+from twostroke.config import RouterSettings, RpcSettings, load
 from twostroke.engine.reference_model import expected_tokens
+from twostroke.free_port import free_port
 from twostroke.policy.ratio import Mode, RatioSettings
 from twostroke.router.assembly import Router
 from twostroke.router.roles import RoleDriver

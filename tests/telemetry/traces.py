@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twostroke.config import free_port
+from twostroke.free_port import free_port
 
 WAIT_S = 20.0
 

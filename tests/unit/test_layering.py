@@ -30,11 +30,12 @@ ALLOWED = {
     "config": set(),
     "model_path": set(),
     "huge_pages": set(),
+    "free_port": set(),
     "cli_ask": {"launch"},
     "cli": {"cli_ask", "launch", "router", "worker", "bench", "sim"},
     "__main__": {"cli"},
 }
-COMMON = {"errors", "config", "model_path", "huge_pages", "v1"}
+COMMON = {"errors", "config", "model_path", "huge_pages", "free_port", "v1"}
 
 # Library -> where it may be imported.
 OUTSIDE = {

@@ -16,8 +16,9 @@ from typing import Any
 import grpc.aio
 
 from twostroke.bench.fault_proxy import FaultProxy
-from twostroke.config import RpcSettings, child_environment, free_port
+from twostroke.config import RpcSettings, child_environment
 from twostroke.errors import UnavailableError
+from twostroke.free_port import free_port
 from twostroke.launch.processes import ProcessSpec, Watched, start, take_down
 from twostroke.rpc.channel import connect
 from twostroke.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from twostroke.bench.load import MODEL
-from twostroke.config import free_port
 from twostroke.errors import ConfigError
+from twostroke.free_port import free_port
 from twostroke.launch import devices, plan
 from twostroke.launch.devices import Devices
 from twostroke.launch.processes import ProcessSpec

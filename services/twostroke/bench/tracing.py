@@ -23,7 +23,8 @@ from twostroke.bench.meter import Meter
 from twostroke.bench.record import Record
 from twostroke.bench.running import Running, Say, running
 from twostroke.bench.stacks import Stack
-from twostroke.config import child_environment, free_port
+from twostroke.config import child_environment
+from twostroke.free_port import free_port
 from twostroke.launch.model import obtain
 from twostroke.launch.processes import ProcessSpec
 from twostroke.telemetry.spans import HANDOFF, PLACE, REQUEST, Attribute, SpanType

@@ -19,8 +19,9 @@ from typing import Any
 import grpc.aio
 
 from twostroke.bench.running import Say
-from twostroke.config import RpcSettings, child_environment, free_port
+from twostroke.config import RpcSettings, child_environment
 from twostroke.errors import EngineError, UnavailableError
+from twostroke.free_port import free_port
 from twostroke.launch import devices
 from twostroke.launch.processes import ProcessSpec, Watched, describe_exit, last_lines, start, take_down
 from twostroke.rpc.channel import connect

@@ -25,6 +25,7 @@ from twostroke.client._types import (
 )
 from twostroke.config import RpcSettings
 from twostroke.errors import (
+    AnswerLostError,
     ConfigError,
     DeadlineError,
     EngineError,
@@ -40,6 +41,7 @@ from twostroke.errors import (
 )
 
 __all__ = [
+    "AnswerLostError",
     "AsyncClient",
     "AsyncStream",
     "ChatMessage",

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import psutil
 
-from twostroke.config import free_port
 from twostroke.errors import ConfigError
+from twostroke.free_port import free_port
 
 
 def require_free(host: str, ports: Sequence[tuple[str, int]]) -> None:

@@ -107,6 +107,7 @@ class Dispatcher:
             slo=slo,
             attempts=self._settings.prefill_attempts,
             handoff_timeout_s=self._settings.handoff_timeout_s,
+            unseeded_loss=self._settings.unseeded_loss,
             deadline_s=deadline_s,
         )
         leave = flight.enter()

@@ -11,7 +11,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from twostroke.errors import NoWorkerError, OverloadedError, TwostrokeError, WorkerLostError
+from twostroke.config import LossMode
+from twostroke.errors import AnswerLostError, NoWorkerError, OverloadedError, TwostrokeError, WorkerLostError
 from twostroke.policy.plan import Option, Plan
 from twostroke.policy.snapshot import DEFAULT_SLO, Slo
 from twostroke.router.attempt import RETRYABLE, Attempt
@@ -41,6 +42,7 @@ class Flight:
         attempts: int,
         deadline_s: float,
         handoff_timeout_s: float,
+        unseeded_loss: LossMode,
         tenant: str = "",
         slo: Slo = DEFAULT_SLO,
     ) -> None:
@@ -51,6 +53,7 @@ class Flight:
         self._room = room
         self._attempts = attempts
         self._handoff_timeout_s = handoff_timeout_s
+        self._unseeded_loss = unseeded_loss
 
     @property
     def recomputed(self) -> bool:
@@ -88,10 +91,19 @@ class Flight:
                 fruitless = fruitless + 1 if len(self._progress.delivered) == delivered else 0
                 if fruitless == self._attempts or self._progress.remaining_s() <= 0:
                     raise
+                self._refuse_another_answer(error)
                 log.warning("request %s: attempt %d failed, placing it again: %s", self.request_id, number, error)
             finally:
                 self._pool.inflight.ended(self._progress.ticket)
                 self.trail.finished_s = time.monotonic()
+
+    def _refuse_another_answer(self, error: TwostrokeError) -> None:
+        delivered = len(self._progress.delivered)
+        if delivered and self._unseeded_loss == "fail" and not self._progress.repeatable:
+            raise AnswerLostError(
+                f"after {delivered} tokens of an answer that was drawn without a seed: {error.message}; ask again, "
+                "with a seed for one that survives this, or start the router with --unseeded-loss continue"
+            ) from error
 
     def _note_failure(self, error: TwostrokeError) -> None:
         trail = self.trail

@@ -52,6 +52,12 @@ class Progress:
         """Seconds until the deadline."""
         return self._deadline_s - time.monotonic()
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same request has the same answer again: the most probable tokens, or a seed."""
+        sampling = self.request.sampling
+        return sampling.HasField("seed") or (sampling.HasField("temperature") and sampling.temperature == 0)
+
     def placement(self) -> PlacementRequest:
         """What placement needs to know."""
         sampling, delivered = self.request.sampling, len(self.delivered)

@@ -9,7 +9,8 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 
 from twostroke.bench import trace_sink, tracing
 from twostroke.bench.record import Record
-from twostroke.config import RpcSettings, free_port
+from twostroke.config import RpcSettings
+from twostroke.free_port import free_port
 from twostroke.rpc.channel import connect
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.config import RpcSettings, WorkerSettings, free_port
+from twostroke.config import RpcSettings, WorkerSettings
 from twostroke.engine.base import EngineInfo, Stroke
 from twostroke.engine.reference import ReferenceEngine
+from twostroke.free_port import free_port
 from twostroke.policy.ledger import Life
 from twostroke.router import member as module
 from twostroke.router.member import Member, MemberState

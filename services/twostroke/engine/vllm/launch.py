@@ -21,8 +21,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from twostroke.config import WorkerSettings, child_environment, free_port, set_environment
+from twostroke.config import WorkerSettings, child_environment, set_environment
 from twostroke.errors import ConfigError, EngineError
+from twostroke.free_port import free_port
 from twostroke.huge_pages import huge_page_tunables
 from twostroke.model_path import locate_model
 
