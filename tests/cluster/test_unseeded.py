@@ -1,6 +1,7 @@
 """What becomes of an answer that is drawn without a seed when its worker is lost, by --unseeded-loss."""
 
 import asyncio
+import re
 
 import grpc.aio
 import pytest
@@ -47,7 +48,7 @@ async def test_it_is_ended_where_that_is_wanted_and_what_can_be_repeated_goes_on
         error = to_error(caught.value)
         assert type(error) is AnswerLostError
         assert error.retry_after_s == 1.0
-        assert "after 30 tokens" in error.message
+        assert re.match(r"after [34]\d tokens", error.message)
         assert "--unseeded-loss" in error.message
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await cluster.empty()

@@ -83,8 +83,8 @@ class AsyncClient:
         Raises InvalidRequestError at once for a wrong option. Iterating the stream raises
           InvalidRequestError  the router refuses it: UnsupportedFieldError, PromptTooLongError, UnknownModelError
           OverloadedError      there is no room; `retry_after_s` says when there may be
-          UnavailableError     no router answers, or it has no worker (NoWorkerError), lost it (WorkerLostError), or with
-                               it an answer that cannot be drawn again (AnswerLostError)
+          UnavailableError     no router answers, or it has no worker (NoWorkerError), lost it (WorkerLostError), or
+                               with it an answer that cannot be drawn again (AnswerLostError)
           DeadlineError        timeout_s has passed
           TwostrokeError       everything else.
         The notes of an error name the request id, the router and the attempts before.
