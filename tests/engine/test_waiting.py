@@ -46,6 +46,27 @@ def test_a_message_whose_notification_is_lost_is_little_later(
     assert time.monotonic() - began_s < 1
 
 
+def test_the_end_of_a_long_step_is_seen_within_milliseconds_all_the_same(
+    queues: tuple[shm_broadcast.MessageQueue, shm_broadcast.MessageQueue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = queues
+    writer.enqueue("first")
+    assert reader.dequeue(timeout=10) == "first"
+    monkeypatch.setattr(writer._spin_condition, "notify", lambda: None)
+    sent_s: list[float] = []
+
+    def send() -> None:
+        sent_s.append(time.monotonic())
+        writer.enqueue("second")
+
+    later = threading.Timer(2.0, send)
+    later.start()
+    assert reader.dequeue(timeout=10) == "second"
+    # A sixteenth of the wait would be 125 ms.
+    assert time.monotonic() - sent_s[0] < 0.06
+    later.join()
+
+
 def test_a_reader_of_frequent_messages_sleeps_between_them(
     queues: tuple[shm_broadcast.MessageQueue, shm_broadcast.MessageQueue],
 ) -> None:
