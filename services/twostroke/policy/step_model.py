@@ -9,7 +9,11 @@ k * (base + slope * C) + slope * b * k * (k - 1) / 2 seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+from twostroke.policy.step_protocol import StepModel
+
+__all__ = ["LinearStepModel", "StepBatch", "StepModel", "chunk_pairs", "decode_run_s"]
 
 
 class StepBatch(NamedTuple):
@@ -30,25 +34,6 @@ class StepBatch(NamedTuple):
     prefill_chunks: int = 0
 
 
-class StepModel(Protocol):
-    """Step times of one replica (all its devices together)."""
-
-    def decode_terms(self, sequences: int) -> tuple[float, float]:
-        """(base_s, per_context_token_s): a pure decode step takes base_s + per_context_token_s * context_tokens.
-
-        sequences: at least one; all of the step's.
-        """
-        ...
-
-    def step_s(self, batch: StepBatch) -> float:
-        """Seconds of a step; of a batch without prefill tokens exactly what decode_terms gives, 0 of an empty one."""
-        return self.batch_s(*batch)
-
-    def batch_s(self, sequences: int, context_tokens: int, new_tokens: int, pairs: float, chunks: int = 1, /) -> float:
-        """step_s of the batch of these, in its order, for those who ask so often that making the tuple counts."""
-        ...
-
-
 def chunk_pairs(computed_tokens: int, new_tokens: int) -> float:
     """Attention pairs of one chunk of new_tokens after computed_tokens of the same prompt."""
     return new_tokens * (2 * computed_tokens + new_tokens) / 2
@@ -63,8 +48,8 @@ def decode_run_s(model: StepModel, sequences: int, context_tokens: int, steps: i
     return steps * (base_s + slope_s * context_tokens) + slope_s * sequences * steps * (steps - 1) / 2
 
 
-@dataclass(frozen=True, slots=True)
-class LinearStepModel(StepModel):
+@dataclass(frozen=True)
+class LinearStepModel:
     """A step time that is linear in what the batch holds: the form fitted on line and taken from a worker's profile.
 
     const_s: of every step; per_prefill_chunk_s: of each prompt that has tokens in the step.
@@ -80,6 +65,10 @@ class LinearStepModel(StepModel):
     def decode_terms(self, sequences: int) -> tuple[float, float]:
         """See StepModel."""
         return self.const_s + self.per_sequence_s * sequences, self.per_context_token_s
+
+    def step_s(self, batch: StepBatch) -> float:
+        """See StepModel."""
+        return self.batch_s(*batch)
 
     def batch_s(self, sequences: int, context_tokens: int, new_tokens: int, pairs: float, chunks: int = 1, /) -> float:
         """See StepModel."""

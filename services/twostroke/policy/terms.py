@@ -3,9 +3,6 @@ the worker's snapshot decides, for all requests."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 from twostroke.policy.snapshot import LinkSnapshot, WorkerSnapshot
 from twostroke.policy.step_model import chunk_pairs
 
@@ -68,9 +65,22 @@ def terms_of(worker: WorkerSnapshot) -> Terms:
     return terms
 
 
-@dataclass(slots=True)
 class Reading:
     """Computing the prompt on one worker."""
+
+    __slots__ = (
+        "avoided",
+        "cached_tokens",
+        "chunk_tokens",
+        "disturbed",
+        "fits",
+        "least",
+        "queue_s",
+        "run_s",
+        "ttft_cost",
+        "ttft_s",
+        "worker",
+    )
 
     worker: WorkerSnapshot
     chunk_tokens: int
@@ -86,10 +96,50 @@ class Reading:
     least: float
     """No way that reads here costs less, whoever writes."""
 
+    def __init__(
+        self,
+        worker: WorkerSnapshot,
+        chunk_tokens: int,
+        cached_tokens: int,
+        queue_s: float,
+        run_s: float,
+        ttft_s: float,
+        ttft_cost: float,
+        disturbed: float,
+        fits: bool,
+        avoided: bool,
+        least: float,
+    ) -> None:
+        self.worker = worker
+        self.chunk_tokens = chunk_tokens
+        self.cached_tokens = cached_tokens
+        self.queue_s = queue_s
+        self.run_s = run_s
+        self.ttft_s = ttft_s
+        self.ttft_cost = ttft_cost
+        self.disturbed = disturbed
+        self.fits = fits
+        self.avoided = avoided
+        self.least = least
 
-@dataclass(slots=True)
+
 class Writing:
     """Writing the answer on one worker."""
+
+    __slots__ = (
+        "avoided",
+        "disturbed",
+        "fits",
+        "least",
+        "missing_tokens",
+        "needed_blocks",
+        "rest_quick",
+        "rest_s",
+        "rest_slow",
+        "step_s",
+        "terms",
+        "worker",
+    )
 
     worker: WorkerSnapshot
     terms: Terms
@@ -109,12 +159,43 @@ class Writing:
     least: float
     """No way that writes here costs less after the first gap, whoever reads."""
 
+    def __init__(
+        self,
+        worker: WorkerSnapshot,
+        terms: Terms,
+        step_s: float,
+        missing_tokens: int,
+        rest_s: float,
+        rest_slow: float,
+        rest_quick: float,
+        disturbed: float,
+        needed_blocks: int,
+        fits: bool,
+        avoided: bool,
+        least: float,
+    ) -> None:
+        self.worker = worker
+        self.terms = terms
+        self.step_s = step_s
+        self.missing_tokens = missing_tokens
+        self.rest_s = rest_s
+        self.rest_slow = rest_slow
+        self.rest_quick = rest_quick
+        self.disturbed = disturbed
+        self.needed_blocks = needed_blocks
+        self.fits = fits
+        self.avoided = avoided
+        self.least = least
 
-class Kv(NamedTuple):
+
+class Kv:
     """How KV moves. bytes_per_token: all layers; streams: it moves while prefill runs."""
 
-    bytes_per_token: int
-    streams: bool
+    __slots__ = ("bytes_per_token", "streams")
+
+    def __init__(self, bytes_per_token: int, streams: bool) -> None:
+        self.bytes_per_token = bytes_per_token
+        self.streams = streams
 
     def exposed_s(self, tokens: int, reading: Reading, link: LinkSnapshot) -> float:
         """What is left to transfer when prefill has ended."""

@@ -8,7 +8,6 @@ from heapq import heappop
 
 from twostroke.sim.clock import exact
 from twostroke.sim.decoding import Decoding
-from twostroke.sim.limits import Listener
 from twostroke.sim.sequence import Sequence, Stroke
 
 _PREFILL = Stroke.PREFILL
@@ -16,8 +15,6 @@ _PREFILL = Stroke.PREFILL
 
 class Batching(Decoding):
     """The batching half of an engine, see engine.py."""
-
-    _listener: Listener
 
     def _empty(self) -> None:
         super()._empty()

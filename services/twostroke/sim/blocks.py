@@ -156,6 +156,6 @@ class BlockStore:
 
     def _forget_passed(self) -> None:
         units = self._units
-        kept = ((drop, [key for key in keys if units.get(key) == drop]) for drop, keys in self._cold)
-        self._cold = deque((drop, keys) for drop, keys in kept if keys)
+        kept = [(drop, [key for key in keys if units.get(key) == drop]) for drop, keys in self._cold]
+        self._cold = deque([entry for entry in kept if entry[1]])
         self._cold_units = self._idle

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from twostroke.sim.limits import Limits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Role:
     """What the router sends to a worker in the ordinary course."""
 
@@ -23,7 +23,7 @@ BOTH = Role("both", True, True)
 ROLES = {role.name: role for role in (PREFILL, DECODE, BOTH)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerKind:
     """One kind of replica. start_s: from the decision to start one until it takes requests."""
 
@@ -35,7 +35,7 @@ class WorkerKind:
     label: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """Workers of one kind and role that are ready when the simulation starts."""
 
@@ -44,7 +44,7 @@ class Group:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LinkKind:
     """The way of KV between two workers. Each worker sends and receives at bytes_per_s; transfers take turns.
 
@@ -59,7 +59,7 @@ class LinkKind:
     workers_per_port: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failure:
     """A worker dies at a time, and is started again after down_s; never when that is negative."""
 
@@ -68,7 +68,7 @@ class Failure:
     down_s: float = -1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fleet:
     """Everything but the traffic and the policy.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from twostroke.policy.step_model import StepBatch, StepModel
 from twostroke.sim.clock import exact
@@ -63,7 +63,7 @@ class Limits:
         return -(-tokens // self.block_tokens) <= self.blocks
 
 
-class Listener(Protocol):
+class Listener:
     """Is told what an engine does, in seconds of virtual time."""
 
     def prefill_started(self, engine: Batching, sequence: Sequence, now_s: float) -> None:

@@ -1,16 +1,32 @@
 """Known cases with known answers."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from twostroke.measures import SloLimits
 from twostroke.policy.plan import ONE_POOL, STRICT
 from twostroke.sim.fleet import BOTH, DECODE, PREFILL, Failure, LinkKind
-from twostroke.sim.placer import PolicyPlacer
+from twostroke.sim.placer import Placed, Placer, PolicyPlacer
 from twostroke.sim.traffic_files import columns
 from unit.sim.scenarios import PLAIN, fleet, kind, run, traffic
 
 HOP_S = 0.001
 SLACK_S = 1e-6
+
+
+class LongOnDecode:
+    """Another placer's decisions, but prompts of 1,900 tokens are computed by decode."""
+
+    def __init__(self, placer: Placer) -> None:
+        self._placer = placer
+        self.added, self.left = placer.added, placer.left
+
+    def place(
+        self, prompt_tokens: int, output_tokens: int, hashes: Sequence[int], avoid: frozenset[str], now_s: float
+    ) -> Placed:
+        placed = self._placer.place(prompt_tokens, output_tokens, hashes, avoid, now_s)
+        return placed._replace(prefill=None) if prompt_tokens == 1900 else placed
 
 
 def test_first_token_from_decode_counts_transfer_and_step() -> None:
@@ -51,15 +67,8 @@ def test_waiting_for_a_busy_decode_worker_is_a_part_of_the_time() -> None:
     """Decode is in a step of 200 ms when the KV arrives."""
     busy = kind(PLAIN, budget_tokens=4096)
     chosen = fleet((busy, PREFILL, 1), (busy, DECODE, 1), hop_s=0.0, link=LinkKind(bytes_per_s=1e15, start_s=0.0))
-    placer = PolicyPlacer(chosen, STRICT)
     # A prompt of 1,900 tokens on decode itself: 10 + 190 ms from 0 to 200 ms.
-    decode = placer.place
-
-    def place(prompt: int, *rest: object) -> object:
-        placed = decode(prompt, *rest)  # type: ignore[arg-type]
-        return placed._replace(prefill=None) if prompt == 1900 else placed
-
-    placer.place = place  # type: ignore[method-assign,assignment]
+    placer = LongOnDecode(PolicyPlacer(chosen, STRICT))
     cluster, _ = run(chosen, traffic([(0.0, 1900, 2), (0.0, 400, 3)]), placer)
     parts = cluster.records.parts_s(1)
     assert parts["prefill"] == pytest.approx(0.050, abs=SLACK_S)
