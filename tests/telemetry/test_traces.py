@@ -29,8 +29,8 @@ from twostroke.v1.worker_pb2_grpc import WorkerServiceStub
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 STROKES = {"place", "prefill.queue", "prefill.run", "handoff", "decode.wait", "decode.run"}
 SLOW = ("--reference-token-us", "300", "--step-budget-tokens", "64")
-FEW_MS = 5.0
-"""Between moments that two processes see."""
+FEW_MS = 60.0
+"""Between moments that two processes see, on a machine that does other things too."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,6 +11,7 @@ layer), `read ID NAME ADDRESS MEMORY SLOT GENERATION BLOCKS` (from the rank of t
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import tempfile
 import time
@@ -149,7 +150,8 @@ class Offers:
                 self._rank.mover.drop(handoff_id)
                 say(event="dropped", id=handoff_id)
             case "cpu", ():
-                say(event="cpu", id="", process_s=time.process_time())
+                wakes = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+                say(event="cpu", id="", process_s=time.process_time(), wakes=wakes)
             case _:
                 say(event="unknown", id=verb)
 
