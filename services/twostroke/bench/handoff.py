@@ -155,7 +155,7 @@ async def run(lengths: Sequence[int], rounds: int, abort_count: int, pulls: int)
 
 @app.command(help=__doc__)
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Prompts per length and connector.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Prompts per length and connector.")] = 5,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = ",".join(map(str, LENGTHS)),
     abort_count: Annotated[int, typer.Option("--aborts", min=0, help="Requests that are aborted; 0 for none.")] = 200,
     pulls: Annotated[int, typer.Option(min=0, help="Repetitions of raw pulls; 0 leaves them and the faults out.")] = 15,
