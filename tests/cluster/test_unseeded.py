@@ -31,13 +31,8 @@ async def killed(cluster: Cluster, wanted: GenerateRequest, at: int = 30) -> lis
         tokens.extend(piece.token_ids)
         if len(tokens) == at:
             view = await cluster.view()
-            cluster.kill(
-                next(
-                    w.info.worker_id
-                    for w in view.workers
-                    if w.router_requests and w.info.worker_id.startswith("decode")
-                )
-            )
+            busy = [w.info.worker_id for w in view.workers if w.router_requests]
+            cluster.kill(next(name for name in busy if name.startswith("decode")))
     return tokens
 
 

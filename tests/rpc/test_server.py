@@ -51,9 +51,11 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
                 raise ZeroDivisionError("oops")
             if request.request_id == "cancelled":
                 raise asyncio.CancelledError
-            if request.request_id == "forever":
+            if request.request_id in ("forever", "late"):
                 await asyncio.Event().wait()
         finally:
+            if request.request_id == "late":
+                await asyncio.sleep(0.1)
             self.ended.set()
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
@@ -139,6 +141,17 @@ async def test_a_client_that_leaves_ends_the_handler_and_gets_no_status(
         await asyncio.wait_for(rig.service.ended.wait(), 5)
     assert await rig.generate("fine") == ["one"]
     assert aborted == []
+
+
+async def test_a_drained_server_has_no_handler_left(rig: Rig) -> None:
+    """One that ends with its event loop leaves a traceback in the log."""
+    async with connect(f"127.0.0.1:{rig.port}", RpcSettings()) as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+            pb.GenerateRequest(request_id="late"), timeout=60
+        )
+        assert (await call.read()).text == "one"
+        await rig.server.drain(0)
+        assert rig.service.ended.is_set()
 
 
 async def test_a_dead_address_says_so() -> None:
