@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from rich.console import Console
@@ -37,6 +38,9 @@ from twostroke.kv.ucx import native
 KIB = 1024
 SHAPES = ((16 * KIB, 2048), (64 * KIB, 768), (640 * KIB, 80))
 """Block bytes and blocks per pull, out of a pool twice the size."""
+IDLE = len(SHAPES)
+"""Stands for waiting IDLE_S for something to happen."""
+IDLE_S, IDLE_WINDOWS = 2.0, 3
 POOL_BYTES = 104 << 20
 OURS, NIXL, QUIET_NIXL, READV, MEMCPY = "ours", "nixl", "nixl, no thread", "process_vm_readv", "memcpy loop"
 WAYS = (OURS, NIXL, QUIET_NIXL, READV, MEMCPY)
@@ -101,7 +105,8 @@ def reader(way: str, descriptors: tuple[int, int]) -> None:
     try:
         peer = pair.connect()
         origin = np.frombuffer(mmap.mmap(descriptors[1], POOL_BYTES, prot=mmap.PROT_READ), dtype=np.uint8)
-        runs = [prepare(way, pair, origin, block, count) for block, count in SHAPES]
+        runs: list[Callable[[], object]] = [prepare(way, pair, origin, block, count) for block, count in SHAPES]
+        runs.append(partial(pair.transport.poll, IDLE_S))
         print(json.dumps({"lanes": list(pair.transport.lanes(peer))}), flush=True)  # noqa: T201
         for line in sys.stdin:
             cpu_s, wall_s = time.process_time(), time.perf_counter()
@@ -119,8 +124,8 @@ class Reader:
     way: str
     process: subprocess.Popen[str]
     lanes: str = ""
-    wall_s: list[list[float]] = field(default_factory=lambda: [[] for _ in SHAPES])
-    cpu_s: list[list[float]] = field(default_factory=lambda: [[] for _ in SHAPES])
+    wall_s: list[list[float]] = field(default_factory=lambda: [[] for _ in range(IDLE + 1)])
+    cpu_s: list[list[float]] = field(default_factory=lambda: [[] for _ in range(IDLE + 1)])
 
     @classmethod
     def start(cls, way: str, descriptors: tuple[int, int]) -> Reader:
@@ -191,6 +196,9 @@ def report(record: Record, readers: dict[str, Reader]) -> None:
             rate = wall[MEMCPY] / wall[OURS] if "cma" in readers[OURS].lanes else None
             name = "rate at 64 KiB over cma, ours / memcpy loop's"
             record.check(name, rate, "", ">= 0.5", rate is not None and rate >= 0.5)
+    ours = readers[OURS]
+    idle = 100 * float(np.median(np.divide(ours.cpu_s[IDLE], ours.wall_s[IDLE])))
+    record.check("CPU of a reader with nothing to do, ours", idle, "% of a core", "< 1", idle < 1)
 
 
 def run(repetitions: int, command: str) -> Record:
@@ -213,6 +221,8 @@ def run(repetitions: int, command: str) -> Record:
             for _ in range(repetitions):
                 for way in random.permutation(list(readers)):
                     readers[way].repeat(shape)
+        for _ in range(IDLE_WINDOWS):
+            readers[OURS].repeat(IDLE)
     finally:
         for one in readers.values():
             one.end()
