@@ -119,13 +119,17 @@ class Connection(asyncio.Protocol):
         """See asyncio.Protocol."""
         self._fail(f"the connection ended in the middle of an answer: {exc or 'closed by the server'}")
 
-    async def ask(self, body: bytes) -> Answer:
+    async def ask(self, body: bytes, slo: str = "") -> Answer:
         """Sends a request and waits for the whole answer. Cancellation leaves the connection unusable: close it.
+
+        slo: the class that it names; servers that know of none pass over it.
 
         Raises UnavailableError for any status but 200, for a broken connection and after five minutes.
         """
         assert self._transport is not None
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+        if slo:
+            head += f"x-twostroke-slo: {slo}\r\n"
         self._head, self._parts, self._times_s, self._first_s = b"", [], [], 0.0
         self._answer = asyncio.get_running_loop().create_future()
         self._sent_s = time.monotonic()

@@ -109,7 +109,7 @@ def test_systems_are_chosen_by_name_and_chunk_size() -> None:
     assert [each.chunk_tokens for each in chosen(["one", "strict"], [64])] == [2048, 512]
     with pytest.raises(ConfigError, match="--systems two: choose among one,"):
         chosen(["one", "two"], [64])
-    assert router_args("all", SLOS[CHAT])[0] == "--placement=all"
+    assert router_args("all", SLOS) == ("--placement=all", "--slo=chat=1500/150,document=20000/500")
 
 
 def test_every_system_has_the_same_kv_memory_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_every_system_has_the_same_kv_memory_in_all(monkeypatch: pytest.MonkeyPa
     devices = Devices(gpus=(), cores=(0, 1))
     sums = set()
     for each in chosen(["one", "chunked", "round-robin", "vllm-router", "strict"], [128]):
-        made = stack(each, "/models/m", devices, {}, SLOS[CHAT])
+        made = stack(each, "/models/m", devices, {}, SLOS)
         assert made.name == each.label
         flags = [part for spec in made.processes if spec.name in made.front_ends for part in spec.command]
         theirs = [int(size) for name, size in pairwise(flags) if name == "--kv-cache-memory-bytes"]

@@ -78,9 +78,9 @@ class Place:
     environment: Mapping[str, str]
 
 
-async def measure(place: Place, options: Options, say: Say) -> Results:
-    """All rounds. A system that breaks off loses its turn, no other's. Cancellation takes everything down."""
-    results = Results()
+async def measure(place: Place, options: Options, results: Results, say: Say) -> None:
+    """All rounds. A system that breaks off loses its turn, no other's. Cancellation takes everything down; results has
+    what was measured until then."""
     for number in range(options.rounds):
         turn = number % len(options.systems)
         for system in [*options.systems[turn:], *options.systems[:turn]]:
@@ -89,11 +89,10 @@ async def measure(place: Place, options: Options, say: Say) -> Results:
             except UnavailableError as error:
                 results.lost.append(f"round {number + 1}, {system.label}: {error.message}")
                 say(results.lost[-1])
-    return results
 
 
 async def _turn(place: Place, system: System, number: int, options: Options, results: Results, say: Say) -> None:
-    made = stack(system, place.model, place.devices, place.environment, options.slos[CHAT])
+    made = stack(system, place.model, place.devices, place.environment, options.slos)
     say(f"round {number + 1}/{options.rounds}: starting {system.label}")
     async with running([made], log_folder(f"serve/{system.label}-{number + 1}"), say) as started:
         ((served, answer),) = started
@@ -143,7 +142,7 @@ def _print(made: report.Numbers, record: Record, console: Console) -> None:
 
 
 async def compare(options: Options) -> None:
-    """The whole benchmark. Cancellation takes everything down and writes nothing."""
+    """The whole benchmark. Cancellation takes everything down, and writes what was measured."""
     console = make_console()
     say = make_say(console)
     environment = child_environment()
@@ -151,11 +150,22 @@ async def compare(options: Options) -> None:
     place = Place(obtain("", say), found, environment)
     for system in options.systems:
         # A flag that is none shows before the first minute has passed.
-        stack(system, place.model, found, environment, options.slos[CHAT])
+        stack(system, place.model, found, environment, options.slos)
     record = Record("serve", command_line("serve"))
-    results = await measure(place, options, say)
+    results = Results()
+    try:
+        await measure(place, options, results, say)
+    except asyncio.CancelledError:
+        results.lost.append("it was interrupted")
+        if results.played:
+            _write(record, options, results, console, say)
+        raise
     if not results.played:
         raise UnavailableError(results.lost[0])
+    _write(record, options, results, console, say)
+
+
+def _write(record: Record, options: Options, results: Results, console: Console, say: Say) -> None:
     made = report.numbers(results.played, options.slos)
     keys = [(each.mix, each.system) for each in results.played]
     report.rows(record, made, options.slos, {key: keys.count(key) for key in keys})

@@ -36,7 +36,8 @@ class Seen:
 async def play(
     address: tuple[str, int], arrivals: Sequence[Arrival], bodies: Sequence[bytes], began: Callable[[], None]
 ) -> list[Seen]:
-    """Sends every body at its time, each on a connection of its own, and waits for all answers.
+    """Sends every body at its time, each on a connection of its own, and waits for all answers. Its kind is the class
+    that a request names.
 
     `began` is called at the start of the mix. A request that fails is part of the result. Nothing is parsed before the
     last answer has ended. Cancellation closes all connections.
@@ -45,13 +46,13 @@ async def play(
     began()
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(_ask(address, started_s + arrival.arrival_s, body))
+            group.create_task(_ask(address, started_s + arrival.arrival_s, body, arrival.kind))
             for arrival, body in zip(arrivals, bodies, strict=True)
         ]
     return [_seen(arrival, started_s, *task.result()) for arrival, task in zip(arrivals, tasks, strict=True)]
 
 
-async def _ask(address: tuple[str, int], at_s: float, body: bytes) -> tuple[float, Answer | str]:
+async def _ask(address: tuple[str, int], at_s: float, body: bytes, slo: str) -> tuple[float, Answer | str]:
     """When it was sent, and the answer or what went wrong."""
     await asyncio.sleep(at_s - time.monotonic())
     sent_s = time.monotonic()
@@ -60,7 +61,7 @@ async def _ask(address: tuple[str, int], at_s: float, body: bytes) -> tuple[floa
     except OSError as error:
         return sent_s, str(error)
     try:
-        return sent_s, await connection.ask(body)
+        return sent_s, await connection.ask(body, slo)
     except UnavailableError as error:
         return sent_s, error.message
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,9 +24,16 @@ _KV_BYTES = 1 << 30
 _MAX_MODEL_LEN_TOKENS = 8192
 
 
-def router_args(system: str, slo: SloLimits) -> tuple[str, ...]:
-    """What our router is told. slo: of chats."""
-    return {STRICT: (), ALL: ("--placement=all", f"--slo={slo.text()}")}[system]
+def router_args(system: str, slos: Mapping[str, SloLimits]) -> tuple[str, ...]:
+    """What our router is told. slos: by kind of request."""
+    classes = ",".join(f"{kind}={_class(slo)}" for kind, slo in slos.items())
+    return {STRICT: ("--placement=strict",), ALL: ("--placement=all",)}[system] + (f"--slo={classes}",)
+
+
+def _class(slo: SloLimits) -> str:
+    """As --slo has it: one limit for the time between tokens, where 0 is none here and 1000 s there."""
+    between_s = min(slo.itl_s or math.inf, slo.tpot_s or math.inf)
+    return f"{min(slo.ttft_s or math.inf, 1e3) * 1e3:g}/{min(between_s, 1e3) * 1e3:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +60,15 @@ def chosen(names: Sequence[str], chunks: Sequence[int]) -> list[System]:
     return [System(name, size) for name in dict.fromkeys(names) for size in sizes.get(name, (DEFAULT_CHUNK_TOKENS,))]
 
 
-def stack(system: System, model: str, devices: Devices, environment: Mapping[str, str], slo: SloLimits) -> Stack:
-    """Its processes, on free ports. model: folder; slo: of chats. Raises ConfigError for flags that are none."""
+def stack(
+    system: System, model: str, devices: Devices, environment: Mapping[str, str], slos: Mapping[str, SloLimits]
+) -> Stack:
+    """Its processes, on free ports. model: folder; slos: by kind of request. Raises ConfigError for flags that are none."""
     engines = 1 if system.name in (ONE, CHUNKED) else 2
     served = Served(model, _KV_BYTES * 2 // engines, _MAX_MODEL_LEN_TOKENS, system.chunk_tokens)
     builder = Builder(served, devices, environment)
     if system.name in OURS:
-        made = builder.twostroke(router_args=router_args(system.name, slo))
+        made = builder.twostroke(router_args=router_args(system.name, slos))
     else:
         make = {ROUND_ROBIN: builder.round_robin, VLLM_ROUTER: builder.vllm_router}
         made = make.get(system.name, builder.one)()
