@@ -10,6 +10,7 @@ from engine.conftest import TwoPools, watch
 from twostroke.config import RpcSettings
 from twostroke.policy.block_hash import ALGORITHM, DEFAULT_ROOT, KvIdentity, block_hashes
 from twostroke.policy.prefix_index import key
+from twostroke.policy.prior import CPU_CORE
 from twostroke.policy.step_model import LinearStepModel, StepBatch
 from twostroke.rpc.channel import connect
 from twostroke.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -89,6 +90,9 @@ async def test_its_blocks_have_the_names_that_a_router_computes(worker: Worker) 
 async def test_its_steps_are_about_what_it_expected_them_to_be(worker: Worker) -> None:
     costs = (await worker.info()).prior_costs
     prior = LinearStepModel(*(getattr(costs, field.name) for field in costs.DESCRIPTOR.fields))
+    # SmolLM2-135M: 106.2 million parameters in its layers and 28.3 million of embeddings, in float32 on one core.
+    assert costs.per_prefill_token_s == pytest.approx(2 * 106.2e6 / CPU_CORE.flops_per_s, rel=0.01)
+    assert costs.const_s == pytest.approx(CPU_CORE.step_s + 4 * 134.5e6 / CPU_CORE.bytes_per_s, rel=0.01)
     stream = worker.stub.WatchLoad(worker_pb2.WatchLoadRequest(), timeout=WAIT_S)
     await stream.read()
     await worker.read("steps", prompt_of(700, seed=2))

@@ -7,6 +7,7 @@ from twostroke.policy.plan import Estimate, Limits, Option, Options, Weights
 from twostroke.policy.snapshot import DEFAULT_LINK, LinkSnapshot, PlacementRequest, WorkerSnapshot
 from twostroke.policy.step_model import chunk_pairs
 from twostroke.policy.terms import NO_KV, Kv, Reading, Terms, Writing, terms_of
+from twostroke.policy.turns import CERTAIN
 
 MANY = 64
 """Answers of a worker that does not say how many it can write."""
@@ -93,16 +94,19 @@ class Costing:
         cached, prompt_tokens = request.cached_tokens.get(name, 0), request.prompt_tokens
         if cached >= prompt_tokens:
             cached = prompt_tokens - 1
-        tokens = prompt_tokens - cached
-        steps = -(-tokens // chunk_tokens)
+        tokens, running = prompt_tokens - cached, worker.running_sequences
+        shares = chunk_tokens < terms.chunk_tokens and worker.pending_prompt_tokens > 0
+        # The oldest prompt has a part of each step for certain (turns.py).
+        steps = -(-tokens // (chunk_tokens - chunk_tokens // CERTAIN if shares else chunk_tokens))
         pairs = chunk_pairs(cached, tokens) / steps
-        running = worker.running_sequences
         step_s = worker.step_model.batch_s(running, worker.context_tokens, -(-tokens // steps), pairs)
-        queue_s, run_s = terms.backlog_s, steps * step_s
+        queue_s, run_s = step_s if shares else terms.backlog_s, steps * step_s
         ttft_s = queue_s + run_s
         ttft_cost = self.strain(ttft_s / self._ttft_s)
         disturbed = self._stalled(worker, terms, steps, step_s) if terms.answers else 0.0
-        fits = terms.room_tokens >= prompt_tokens and not (worker.max_sequences and running >= worker.max_sequences)
+        fits = terms.room_tokens >= prompt_tokens and not (
+            worker.max_sequences and running + worker.awaited_sequences >= worker.max_sequences
+        )
         if self.options.wait and (window := self.limits.prefill_window_tokens):
             pending = worker.pending_prompt_tokens
             fits = fits and not (pending and pending + tokens > window)
@@ -159,7 +163,8 @@ class Costing:
             quick_cost,
             disturbed,
             needed,
-            needed <= worker.free_blocks and (not worker.max_sequences or answers < worker.max_sequences),
+            needed <= worker.free_blocks
+            and (not worker.max_sequences or answers + worker.awaited_sequences < worker.max_sequences),
             name in request.avoid,
             least_rest + disturbed,
         )
@@ -180,9 +185,7 @@ class Costing:
 
     def lent_chunk_tokens(self, worker: WorkerSnapshot) -> int:
         """The largest chunk that leaves the answers on a worker their time between tokens to the prompt's end; 0 when
-        none does, and when the worker is lent already."""
-        if worker.pending_prompt_tokens:
-            return 0
+        none does, and where it would wait: it passes prompts that are much longer, or that end with the next step."""
         most_s = self.limits.lent_itl * worker.slo.itl_s
         answers, context = max(1, worker.running_sequences), worker.context_tokens
 
@@ -193,10 +196,12 @@ class Costing:
         low, high = self.limits.min_chunk_tokens, worker.step_budget_tokens - worker.running_sequences
         if low > high or (low_s := step_s(low)) > most_s:
             return 0
-        if (high_s := step_s(high)) <= most_s:
-            return high
+        high_s = step_s(high)
         # Step times are convex in the chunk: what fits below the chord fits.
-        return low + int((most_s - low_s) / (high_s - low_s) * (high - low))
+        chunk = high if high_s <= most_s else low + int((most_s - low_s) / (high_s - low_s) * (high - low))
+        pending, tokens = worker.pending_prompt_tokens, self.request.prompt_tokens
+        passes = pending <= chunk or pending >= tokens * CERTAIN * worker.pending_prompts
+        return chunk if passes else 0
 
     def estimate(self, option: Option, reading: Reading, writing: Writing, link: LinkSnapshot, kv: Kv) -> Estimate:
         """Both strokes together. link: between the two workers; not looked at where they are one."""

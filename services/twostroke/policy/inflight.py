@@ -33,6 +33,8 @@ class _Worker:
     report: Report | None = None
     reading: int = 0
     writing: int = 0
+    awaited: int = 0
+    """Answers whose prompts take long and are not computed yet."""
     context_tokens: int = 0
     promised_blocks: int = 0
     promised_long_blocks: int = 0
@@ -60,6 +62,11 @@ class _Request:
     """What is left of its expected length."""
     reading: bool = True
     promised: bool = True
+
+    @property
+    def awaited(self) -> bool:
+        """Whether it takes long until it is one of those that its writer writes."""
+        return self.long and self.reading
 
 
 class InFlight:
@@ -119,8 +126,7 @@ class InFlight:
         )
         reader.reading += 1
         reader.unseen[request_id] = now_s
-        writer.writing += 1
-        writer.context_tokens += made.context_tokens
+        self._write(made, 1)
         writer.promised_blocks += made.write_blocks
         writer.promised_long_blocks += made.write_blocks * made.long
         writer.slos[request.slo] += 1
@@ -131,7 +137,10 @@ class InFlight:
         request = self._requests.get(request_id)
         if request is None or not request.reading:
             return
+        self._write(request, -1)
         request.reading = False
+        self._write(request, 1)
+        request.writer.snapshot = None
         request.reader.reading -= 1
         request.reader.unseen.pop(request_id, None)
         request.reader.snapshot = None
@@ -146,7 +155,8 @@ class InFlight:
         """An answer grew. Seen with the next change of another kind: this one comes with every token."""
         if request := self._requests.get(request_id):
             request.context_tokens += tokens
-            request.writer.context_tokens += tokens
+            if not request.awaited:
+                request.writer.context_tokens += tokens
             grown = min(tokens, request.growth_tokens)
             request.growth_tokens -= grown
             if not request.promised:
@@ -159,11 +169,20 @@ class InFlight:
         if request := self._requests.pop(request_id, None):
             writer = request.writer
             writer.arrived.pop(request_id, None)
-            writer.writing -= 1
-            writer.context_tokens -= request.context_tokens
+            self._write(request, -1)
             writer.growth_tokens -= request.growth_tokens
             writer.slos[request.slo] -= 1
             writer.snapshot = None
+
+    @staticmethod
+    def _write(request: _Request, count: int) -> None:
+        """Counts an answer at its writer: once, or with -1 no more."""
+        writer = request.writer
+        if request.awaited:
+            writer.awaited += count
+        else:
+            writer.writing += count
+            writer.context_tokens += count * request.context_tokens
 
     def _keep_promise(self, request_id: str) -> None:
         request = self._requests.get(request_id)
@@ -191,6 +210,7 @@ class InFlight:
             pending_prompt_tokens=pending + (report.pending_prompt_tokens if report else 0),
             pending_prompts=max(state.reading, len(unseen) + (report.pending_prompts if report else 0)),
             running_sequences=max(state.writing, report.running_sequences if report else 0),
+            awaited_sequences=state.awaited,
             context_tokens=state.context_tokens,
             free_blocks=max(0, free - state.promised_blocks - unseen_blocks - growth_blocks),
             promised_long_blocks=state.promised_long_blocks,

@@ -48,10 +48,12 @@ class WorkerSnapshot:
     pending_prompt_tokens: int
     """Prompt tokens placed here and not yet computed, of prompts queued and running; cached ones are not counted."""
     running_sequences: int
-    """Answers being written here, or admitted for it."""
+    """Answers being written here, or soon to be."""
     free_blocks: int
     """KV blocks neither in use nor promised to answers whose prompts are still being computed."""
     block_size_tokens: int
+    awaited_sequences: int
+    """Answers that get a place here when their prompts, which take long, are computed; not among those that run."""
     pending_prompts: int
     """Prompts that pending_prompt_tokens belong to."""
     context_tokens: int
@@ -92,6 +94,7 @@ class WorkerSnapshot:
         slo: Slo = DEFAULT_SLO,
         step_model: StepModel = DEFAULT_STEP_MODEL,
         prefill_token_s: float = 0.0,
+        awaited_sequences: int = 0,
     ) -> None:
         self.worker = worker
         self.reads_prompts = reads_prompts
@@ -109,6 +112,7 @@ class WorkerSnapshot:
         self.slo = slo
         self.step_model = step_model
         self.prefill_token_s = prefill_token_s
+        self.awaited_sequences = awaited_sequences
         self.terms = None
 
 

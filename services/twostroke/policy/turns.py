@@ -18,9 +18,9 @@ CERTAIN = 4
 class Prompt:
     """A prompt that has tokens to compute.
 
-    left_tokens: how many. chunk_tokens: most that one step computes of it; 0 is no limit. priority: lower first,
-    whatever its length. resumed: its client has tokens already, so it goes before all that have none. blocks: that it
-    needs to be let in; None for one that runs.
+    left_tokens: how many. chunk_tokens: up to how many prompt tokens it fills a step, those of others before it
+    included; 0 is no limit. priority: lower first, whatever its length. resumed: its client has tokens already, so it
+    goes before all that have none. blocks: that it needs to be let in; None for one that runs.
     """
 
     left_tokens: int
@@ -29,9 +29,14 @@ class Prompt:
     resumed: bool = False
     blocks: int | None = None
 
-    def wants(self, room_tokens: int) -> int:
-        """What it would get of so much room, were it alone."""
-        return min(self.left_tokens, room_tokens, self.chunk_tokens or room_tokens)
+    def wants(self, room_tokens: int, given_tokens: int = 0) -> int:
+        """What it gets of so much room in a step that has given_tokens of other prompts already."""
+        limit = max(0, self.chunk_tokens - given_tokens) if self.chunk_tokens else room_tokens
+        return min(self.left_tokens, room_tokens, limit)
+
+    def certain(self, room_tokens: int) -> int:
+        """What it gets as the oldest, whatever the others want."""
+        return min(self.left_tokens, -(-min(room_tokens, self.chunk_tokens or room_tokens) // CERTAIN))
 
 
 def divide(prompts: Sequence[Prompt], room_tokens: int, places: int, free_blocks: int) -> list[tuple[int, int]]:
@@ -52,13 +57,17 @@ def divide(prompts: Sequence[Prompt], room_tokens: int, places: int, free_blocks
             places, free_blocks = places - 1, free_blocks - blocks
         if blocks is None or (places >= 0 and free_blocks >= 0):
             there.append(index)
-    certain = prompts[oldest].wants(-(-room_tokens // CERTAIN)) if oldest in there else 0
+    kept = prompts[oldest].certain(room_tokens) if oldest in there else 0
     tokens = dict.fromkeys(there, 0)
+    given = kept
     for index in by_length:
         if index in tokens:
-            certain = 0 if index == oldest else certain
-            tokens[index] = prompts[index].wants(room_tokens - certain)
-            room_tokens -= tokens[index]
+            if index == oldest:
+                tokens[index] = max(kept, prompts[index].wants(room_tokens - given + kept, given - kept))
+                given += tokens[index] - kept
+            else:
+                tokens[index] = prompts[index].wants(room_tokens - given, given)
+                given += tokens[index]
     return list(tokens.items())
 
 

@@ -130,6 +130,19 @@ def test_a_chunk_limit_holds() -> None:
     assert worker.done["lent"] == 5
 
 
+def test_several_with_a_chunk_limit_share_it() -> None:
+    """A lent decoder's steps grow no longer by a second prompt."""
+    worker = Worker()
+    worker.add("document", 2000, chunk_tokens=24)
+    assert worker.step() == {"document": 24}
+    worker.add("chat", 40, chunk_tokens=24)
+    assert worker.step() == {"document": 6, "chat": 18}
+    assert worker.step() == {"document": 6, "chat": 18}
+    assert worker.step() == {"document": 20, "chat": 4}
+    worker.add("whole", 40)
+    assert worker.step() == {"document": 6, "whole": 40}, "one without a limit does not take what is certain"
+
+
 def test_priority_goes_before_length_and_who_has_tokens_before_who_has_none() -> None:
     worker = Worker()
     worker.add("short", 32)

@@ -207,7 +207,7 @@ def main(
         str, typer.Option(metavar="LIST", help="Chunk sizes of the system 'chunked'; the best of several is compared.")
     ] = "128",
     arrivals: Annotated[Path, typer.Option(metavar="FILE", help="What is asked, and when.")] = COMMITTED,
-    chat_slo: Annotated[str, typer.Option(metavar="SLO", help="Limits of chats.")] = "ttft=1.5s,itl=250ms,tpot=150ms",
+    chat_slo: Annotated[str, typer.Option(metavar="SLO", help="Limits of chats.")] = "ttft=1.5s,itl=500ms,tpot=250ms",
     document_slo: Annotated[str, typer.Option(metavar="SLO", help="Limits of documents.")] = "ttft=20s,tpot=500ms",
     quick: Annotated[
         bool, typer.Option("--quick", help="One round of short mixes, documents of at most 2,048 tokens.")

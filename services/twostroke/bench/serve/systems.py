@@ -63,7 +63,7 @@ def chosen(names: Sequence[str], chunks: Sequence[int]) -> list[System]:
 def stack(
     system: System, model: str, devices: Devices, environment: Mapping[str, str], slos: Mapping[str, SloLimits]
 ) -> Stack:
-    """Its processes, on free ports. model: folder; slos: by kind of request. Raises ConfigError for flags that are none."""
+    """Its processes, on free ports. model: folder; slos: by kind. Raises ConfigError for flags that are none."""
     engines = 1 if system.name in (ONE, CHUNKED) else 2
     served = Served(model, _KV_BYTES * 2 // engines, _MAX_MODEL_LEN_TOKENS, system.chunk_tokens)
     builder = Builder(served, devices, environment)

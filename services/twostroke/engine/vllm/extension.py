@@ -32,14 +32,7 @@ class WorkerExtension:
     def twostroke_weights(self) -> tuple[int, int, int, int]:
         """Bytes of this rank's weights, parameters of routed experts, others of the layers, and CPU threads."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
-        nbytes = experts = others = 0
-        for name, weight in runner.get_model().named_parameters():
-            nbytes += weight.nbytes
-            if ".experts." in name:
-                experts += weight.numel()
-            elif "embed" not in name and "lm_head" not in name:
-                others += weight.numel()
-        return nbytes, experts, others, torch.get_num_threads()
+        return *count_weights(runner.get_model()), torch.get_num_threads()
 
     def twostroke_keep_seeds(self) -> None:
         """Makes seeded requests safe whose prompt takes several steps; needed on the CPU only."""
@@ -69,3 +62,35 @@ class WorkerExtension:
         sample_tokens: Callable[..., Any] = runner.sample_tokens
         runner.execute_model = wraps(execute_model)(execute)
         runner.sample_tokens = wraps(sample_tokens)(sample)
+
+
+def count_weights(model: torch.nn.Module) -> tuple[int, int, int]:
+    """Bytes of a rank's weights, parameters of routed experts, and others of its layers.
+
+    Linear layers count by their shape: vLLM packs their weights for the CPU and leaves nothing of the parameters, and
+    quantized ones are packed several to an element.
+    """
+    nbytes = experts = others = 0
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own = [weight for weight in module.parameters(recurse=False) if id(weight) not in seen]
+        if not own:
+            continue
+        # Input and output embeddings may be one.
+        seen.update(map(id, own))
+        linear = _linear_size(module)
+        size = linear or sum(weight.numel() for weight in own)
+        nbytes += sum(weight.nbytes for weight in own)
+        nbytes += sum(linear * weight.itemsize for weight in own if not weight.numel())
+        if ".experts" in path:
+            experts += size
+        elif "embed" not in path and "lm_head" not in path:
+            others += size
+    return nbytes, experts, others
+
+
+def _linear_size(module: torch.nn.Module) -> int:
+    """Elements of the matrix of one of vLLM's linear layers on this rank; 0 for other modules."""
+    if not hasattr(module, "output_partition_sizes"):
+        return 0
+    return int(sum(module.output_partition_sizes) * getattr(module, "input_size_per_partition", module.input_size))
