@@ -1,4 +1,4 @@
-"""Processes: start them in sessions of their own, learn how they end, take them down without leaving any behind."""
+"""Processes: start them in groups of their own, learn how they end, take them down without leaving any behind."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ class Watched:
 
 
 def start(spec: ProcessSpec, log: Path) -> Watched:
-    """Starts a process as the leader of its own session, its output in `log`.
+    """Starts a process as the leader of its own group, its output in `log`.
 
-    Raises ConfigError when it cannot be started. It outlives this process unless it is taken down.
+    Raises ConfigError when it cannot be started. It outlives this process, and the terminal, unless it is taken down.
     """
     try:
         # Unlike subprocess.Popen this leaves no object that minds being forgotten while the process goes on.
@@ -110,7 +110,9 @@ def start(spec: ProcessSpec, log: Path) -> Watched:
                 (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
                 (os.POSIX_SPAWN_DUP2, 1, 2),
             ],
-            setsid=True,
+            # No session of its own: Linux shares the cores among sessions first, and then lets a router wait for up to a
+            # second where workers compute on every core.
+            setpgroup=0,
             setsigdef=[signal.SIGPIPE],
         )
     except OSError as error:
