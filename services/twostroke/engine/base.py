@@ -156,8 +156,8 @@ class Engine(Protocol):
         """Queues a request. Its outputs come from `next_step`, the last one with `done` set.
 
         handoff is given for DECODE only. One that is in progress is fetched while prefill computes, and brings the
-        first token when the request has none. chunk_tokens: most tokens of its prompt that one step computes, 0 for as
-        many as there is room for. Raises InvalidRequestError (nothing was queued then), EngineError.
+        first token when the request has none. chunk_tokens: up to how many prompt tokens it may fill a step, see
+        policy/turns.py; 0 is no limit. Raises InvalidRequestError (nothing was queued then), EngineError.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import time
 from collections import deque
@@ -76,6 +77,14 @@ class Watched:
             os.close(self._descriptor)
             self._descriptor = None
 
+    def is_over(self) -> bool:
+        """Whether it has ended, also where the event loop has not come to it yet."""
+        if self._descriptor is None:
+            return self.ended.done()
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+
     def terminate(self) -> None:
         """Asks the process, not its children, to end."""
         if self._descriptor is not None:
@@ -110,7 +119,7 @@ def start(spec: ProcessSpec, log: Path) -> Watched:
                 (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
                 (os.POSIX_SPAWN_DUP2, 1, 2),
             ],
-            # No session of its own: Linux shares the cores among sessions first, and then lets a router wait for up to a
+            # No session of its own: Linux shares the cores among sessions first, and a router would wait for up to a
             # second where workers compute on every core.
             setpgroup=0,
             setsigdef=[signal.SIGPIPE],
@@ -137,7 +146,7 @@ async def take_down(processes: Iterable[Watched], grace_s: float, hurry: asyncio
     finally:
         for task in waits:
             task.cancel()
-        killed = [process for process in watched if not process.ended.done()]
+        killed = [process for process in watched if not process.is_over()]
         for process in killed:
             process.kill_group()
     for process in watched:

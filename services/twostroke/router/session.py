@@ -66,8 +66,8 @@ class DecodeSession:
         timeout_s: float | None,
         chunk_tokens: int = 0,
     ) -> int:
-        """Sends a request to the worker; returns its slot. chunk_tokens: most tokens of its prompt in one step; 0
-        leaves it to the worker. Raises WorkerLostError when the session is broken."""
+        """Sends a request to the worker; returns its slot. chunk_tokens: up to how many prompt tokens it may fill
+        a step; 0 leaves it to the worker. Raises WorkerLostError when the session is broken."""
         if self.broken:
             raise WorkerLostError(f"worker {self._worker} is gone")
         slot = next(self._numbers)

@@ -75,6 +75,24 @@ def test_a_request_is_counted_from_plan_to_end_and_never_twice() -> None:
     assert (d.running_sequences, d.context_tokens, d.free_blocks) == (0, 0, 1000)
 
 
+def test_an_answer_whose_prompt_takes_long_weighs_on_its_writer_when_it_begins() -> None:
+    inflight = pair()
+    plan = place(PlacementRequest(30_000), ClusterSnapshot([seen(inflight, "p"), seen(inflight, "d")]), STRICT)
+    assert plan.chosen is not None
+    assert plan.chosen.ttft_s > Limits().long_prompt_s
+    inflight.placed("r", PlacementRequest(9_000, expected_output_tokens=100), plan, 10.0)
+    d = seen(inflight, "d")
+    assert (d.running_sequences, d.context_tokens, d.awaited_sequences) == (0, 0, 1)
+    assert d.free_blocks == 1000 - 569, "its room is promised all the same"
+    inflight.prompt_done("r")
+    d = seen(inflight, "d")
+    assert (d.running_sequences, d.context_tokens, d.awaited_sequences) == (1, 9_000, 0)
+    inflight.wrote("r", 3)
+    inflight.ended("r")
+    d = seen(inflight, "d")
+    assert (d.running_sequences, d.context_tokens, d.awaited_sequences) == (0, 0, 0)
+
+
 def test_what_is_cached_is_not_pending() -> None:
     inflight = pair()
     request = replace(REQUEST, cached_tokens={"p": 960})
@@ -134,10 +152,12 @@ def test_only_what_changed_is_made_anew() -> None:
 
 
 def test_whatever_happens_in_whatever_order_it_ends_at_nothing() -> None:
+    far = ClusterSnapshot([facts("p", True, False), facts("d", False, True)])
     for seed in range(30):
         rng, inflight, now_s = random.Random(seed), pair(), 0.0
         inflight.describe(facts("w", True, True))
         plans = [PAIR, Plan("p", "w"), Plan(None, "w"), Plan("w", "d")]
+        plans += [replace(plan, chosen=place(PlacementRequest(50_000), far, STRICT).chosen) for plan in plans]
         for _ in range(300):
             now_s += rng.random() * 0.1
             name = f"r{rng.randrange(12)}"
@@ -158,6 +178,7 @@ def test_whatever_happens_in_whatever_order_it_ends_at_nothing() -> None:
             for each in inflight.snapshots(["p", "d", "w"]):
                 assert 0 <= each.free_blocks <= 1000
                 assert min(each.pending_prompt_tokens, each.running_sequences, each.context_tokens) >= 0
+                assert each.awaited_sequences >= 0
                 assert each.promised_long_blocks >= 0
         for number in range(12):
             inflight.ended(f"r{number}")
@@ -166,6 +187,7 @@ def test_whatever_happens_in_whatever_order_it_ends_at_nothing() -> None:
         for each in inflight.snapshots(["p", "d", "w"]):
             assert (each.free_blocks, each.pending_prompt_tokens, each.pending_prompts) == (1000, 0, 0)
             assert (each.running_sequences, each.context_tokens, each.promised_long_blocks) == (0, 0, 0)
+            assert each.awaited_sequences == 0
 
 
 def test_decode_room_is_promised_when_prefill_starts_so_nothing_is_computed_in_vain() -> None:

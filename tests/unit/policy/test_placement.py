@@ -195,6 +195,31 @@ def test_no_decoder_is_lent_that_could_not_take_a_small_chunk() -> None:
     assert not any(each.option is Option.LENT_DECODER for each in place(request, tight, ALL_WAYS).why)
 
 
+def test_a_lent_decoder_takes_short_prompts_besides() -> None:
+    """A chat behind a document: lent the same small chunk, it is read at once; another document would wait."""
+    slo = Slo(ttft_s=1.5, itl_s=0.25)
+    read = {"step_model": CPU, "pending_prompt_tokens": 2000, "pending_prompts": 1}
+    workers = reader("p", 4000, step_model=CPU), writer("d", 4, context_tokens=400, slo=slo, **read)
+    plan = place(PlacementRequest(50, slo=slo), cluster(*workers), ALL_WAYS)
+    assert (plan.option, chosen(plan)) == (Option.LENT_DECODER, (None, "d"))
+    assert plan.chosen is not None
+    assert plan.chunk_tokens is not None
+    steps = -(-50 // (plan.chunk_tokens - plan.chunk_tokens // 4))
+    assert plan.chosen.queue_s < 0.25
+    assert plan.chosen.ttft_s == pytest.approx((1 + steps) * plan.chosen.queue_s)
+    document = place(PlacementRequest(1000, slo=slo), cluster(*workers), ALL_WAYS)
+    assert not any(each.option is Option.LENT_DECODER for each in document.why)
+    nearly = replace(workers[1], pending_prompt_tokens=16)
+    document = place(PlacementRequest(1000, slo=slo), cluster(workers[0], nearly), ALL_WAYS)
+    assert any(each.option is Option.LENT_DECODER for each in document.why), "what is pending ends with the next step"
+
+
+def test_awaited_answers_take_places() -> None:
+    full = writer("d1", 1, max_sequences=3, awaited_sequences=2)
+    plan = place(LONG, cluster(reader("p"), full, writer("d2", 2, max_sequences=3)))
+    assert chosen(plan) == ("p", "d2")
+
+
 def test_a_way_in_time_is_worth_much() -> None:
     """A decode worker alone is dearer for the answers on it, and the only way that ends in time."""
     snapshot = cluster(reader("p", 30_000), writer("d", 8, slo=TIGHT))
