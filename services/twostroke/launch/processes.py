@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import time
 from collections import deque
@@ -77,14 +76,6 @@ class Watched:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def is_over(self) -> bool:
-        """Whether it has ended, also where the event loop has not come to it yet."""
-        if self._descriptor is None:
-            return self.ended.done()
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        return bool(poll.poll(0))
-
     def terminate(self) -> None:
         """Asks the process, not its children, to end."""
         if self._descriptor is not None:
@@ -146,7 +137,7 @@ async def take_down(processes: Iterable[Watched], grace_s: float, hurry: asyncio
     finally:
         for task in waits:
             task.cancel()
-        killed = [process for process in watched if not process.is_over()]
+        killed = [process for process in watched if not process.ended.done()]
         for process in killed:
             process.kill_group()
     for process in watched:

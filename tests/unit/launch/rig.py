@@ -69,8 +69,9 @@ def content(path: Path) -> str:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Whether a thread of the process runs: its first one may have ended before the others."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):
+        return any(Path(f"/proc/{pid}/task").glob("*"))
+    return any(state not in "ZX" for state in states)
