@@ -137,10 +137,11 @@ class InFlight:
         request = self._requests.get(request_id)
         if request is None or not request.reading:
             return
+        if request.awaited:
+            request.writer.snapshot = None
         self._write(request, -1)
         request.reading = False
         self._write(request, 1)
-        request.writer.snapshot = None
         request.reader.reading -= 1
         request.reader.unseen.pop(request_id, None)
         request.reader.snapshot = None

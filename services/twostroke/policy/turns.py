@@ -62,12 +62,10 @@ def divide(prompts: Sequence[Prompt], room_tokens: int, places: int, free_blocks
     given = kept
     for index in by_length:
         if index in tokens:
-            if index == oldest:
-                tokens[index] = max(kept, prompts[index].wants(room_tokens - given + kept, given - kept))
-                given += tokens[index] - kept
-            else:
-                tokens[index] = prompts[index].wants(room_tokens - given, given)
-                given += tokens[index]
+            own = kept if index == oldest else 0
+            given -= own
+            tokens[index] = max(own, prompts[index].wants(room_tokens - given, given))
+            given += tokens[index]
     return list(tokens.items())
 
 

@@ -1,10 +1,14 @@
+import asyncio
+import json
 from collections.abc import Mapping
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from twostroke.bench.record import Record
+from twostroke.bench.serve import __main__ as command
 from twostroke.bench.serve import report
 from twostroke.bench.serve.page import report as html
 from twostroke.bench.serve.play import Seen
@@ -172,3 +176,23 @@ def test_tables_show_only_columns_that_have_figures() -> None:
 def test_where_there_are_chats_and_documents_each_has_its_row() -> None:
     (shown,) = report.tables({"mixed": {"one": {ALL: {"goodput": 2.0}, CHAT: {"goodput": 1.0}, DOCUMENT: {}}}})
     assert shown.rows == [("one", "all", "2.000"), ("one", "chat", "1.000"), ("one", "document", "")]
+
+
+async def test_what_was_measured_is_kept_when_it_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chats = tuple(Seen(Arrival(at_s, CHAT, 4, 3), at_s, (at_s + 0.5, at_s + 0.6, at_s + 0.7)) for at_s in (0.0, 1.0))
+
+    async def interrupted(place: object, options: object, results: command.Results, say: object) -> None:
+        results.played.append(Played("one", "chat", 0, chats, 2.0, 0.1, 0.0))
+        raise asyncio.CancelledError
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "measure", interrupted)
+    monkeypatch.setattr(command, "obtain", lambda *args: "/models/m")
+    with pytest.raises(asyncio.CancelledError):
+        await command.compare(command.Options(2, {}, [System("one", 2048)], SLOS))
+    written = json.loads((tmp_path / "build" / "bench" / "serve.json").read_text())
+    assert {row["system"] for row in written["rows"]} == {"one"}
+    assert [each["value"] for each in written["checks"] if each["name"] == "runs of a system that broke off"] == [1]
+    assert (tmp_path / "build" / "bench" / "serve.html").stat().st_size > 1000
