@@ -104,6 +104,10 @@ class Costing:
         ttft_s = queue_s + run_s
         ttft_cost = self.strain(ttft_s / self._ttft_s)
         disturbed = self._stalled(worker, terms, steps, step_s) if terms.answers else 0.0
+        if worker.pending_prompt_tokens > tokens * worker.pending_prompts:
+            # Shorter ones go first (turns.py).
+            then, now = (terms.backlog_s + run_s) / worker.slo.ttft_s, terms.backlog_s / worker.slo.ttft_s
+            disturbed += worker.pending_prompts * (self.strain(then) - self.strain(now))
         fits = terms.room_tokens >= prompt_tokens and not (
             worker.max_sequences and running + worker.awaited_sequences >= worker.max_sequences
         )

@@ -125,6 +125,7 @@ class InFlight:
             growth_tokens=request.expected_output_tokens,
         )
         reader.reading += 1
+        reader.slos[request.slo] += 1
         reader.unseen[request_id] = now_s
         self._write(made, 1)
         writer.promised_blocks += made.write_blocks
@@ -143,6 +144,7 @@ class InFlight:
         request.reading = False
         self._write(request, 1)
         request.reader.reading -= 1
+        request.reader.slos[request.slo] -= 1
         request.reader.unseen.pop(request_id, None)
         request.reader.snapshot = None
 
