@@ -111,6 +111,9 @@ class WorkerSettings(_ProcessSettings):
     kv_stall_s: float = Field(10.0, gt=0, description="How long decode waits for the next chunk of a prompt's KV.")
     block_size_tokens: int = Field(0, ge=0, description="Tokens per KV block; 0 is the engine's own.")
     cores: str = Field("", description="CPU cores for computing, such as '0' or '0-3'; empty is all.")
+    spare_cores: str = Field(
+        "", description="CPU cores of other workers, used as well for prompts while those leave them idle."
+    )
     tensor_parallel: int = Field(1, gt=0, description="Devices per worker.")
     gpu_memory_fraction: float = Field(0.9, gt=0, le=1, description="Share of GPU memory to use.")
     max_loras: int = Field(0, ge=0, description="LoRA adapters that one step may use; 0 serves none.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -111,7 +112,12 @@ def _worker(
         extra, placed = _on_gpu(options, devices, index)
         argv += extra
     elif options.engine == "vllm":
-        argv.append(f"--cores={_cores(devices.cores, index, options.cores_per_worker)}")
+        placed_on = partial(_cores, devices.cores, count=options.cores_per_worker)
+        own = placed_on(index)
+        others = {core for other in range(options.prefill + options.decode) for core in placed_on(other)}
+        argv.append(f"--cores={_listed(own)}")
+        if spare := sorted(others.difference(own)):
+            argv.append(f"--spare-cores={_listed(spare)}")
         placed = _on_cpu(devices, environment)
     argv += options.worker_args
     _check(WorkerSettings, argv, "--worker-args", options.worker_args)
@@ -137,10 +143,14 @@ def _on_gpu(options: UpOptions, devices: Devices, index: int) -> tuple[list[str]
     return argv, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
-def _cores(cores: Sequence[int], index: int, count: int) -> str:
+def _cores(cores: Sequence[int], index: int, count: int) -> list[int]:
     if not 0 < count <= len(cores):
         raise ConfigError(f"--cores-per-worker must be between 1 and {len(cores)}, the cores of this machine")
-    return ",".join(str(cores[(index * count + offset) % len(cores)]) for offset in range(count))
+    return [cores[(index * count + offset) % len(cores)] for offset in range(count)]
+
+
+def _listed(cores: Sequence[int]) -> str:
+    return ",".join(map(str, cores))
 
 
 def _dtype(options: UpOptions, devices: Devices) -> str:

@@ -82,6 +82,10 @@ class VllmEngine:
             await self._client.collective_rpc_async("twostroke_pin", args=(_core_list(settings.cores),))
         if is_cpu():
             await self._client.collective_rpc_async("twostroke_keep_seeds")
+        if settings.cores and settings.spare_cores:
+            with phases.measure("prepare spare cores"):
+                lists = _core_list(settings.cores), _core_list(settings.spare_cores)
+                await self._client.collective_rpc_async("twostroke_spare_cores", args=lists)
         if settings.step_log:
             await self._client.collective_rpc_async("twostroke_log_steps", args=(settings.step_log,))
         layout = kv_layout(self._config, self._handoffs.connector(settings), vllm.__version__)

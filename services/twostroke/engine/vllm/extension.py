@@ -14,6 +14,7 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from twostroke.engine.vllm.generators import rewind_on_cpu
+from twostroke.engine.vllm.spare_cores import use_spare_cores
 
 
 class WorkerExtension:
@@ -28,6 +29,10 @@ class WorkerExtension:
         if cores:
             os.sched_setaffinity(0, cores)
         return sorted(os.sched_getaffinity(0))
+
+    def twostroke_spare_cores(self, own: list[int], spare: list[int]) -> bool:
+        """Lets prompts use other workers' cores while those are idle; returns whether that is possible."""
+        return use_spare_cores(self.model_runner, own, spare)  # type: ignore[attr-defined]
 
     def twostroke_weights(self) -> tuple[int, int, int, int]:
         """Bytes of this rank's weights, parameters of routed experts, others of the layers, and CPU threads."""

@@ -91,7 +91,7 @@ def prepare_environment(settings: WorkerSettings) -> int:
         "NIXL_LOG_LEVEL": "WARN",
     }
     if settings.cores:
-        values["VLLM_CPU_OMP_THREADS_BIND"] = settings.cores
+        values["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(filter(None, [settings.cores, settings.spare_cores]))
     if Path(settings.model).is_dir():
         values["HF_HUB_OFFLINE"] = "1"
     if settings.kv_host in LOOPBACK and "UCX_NET_DEVICES" not in child_environment():
