@@ -61,16 +61,25 @@ class Family:
         self.reports: list[dict[str, Any]] = []
         """Of the steps that are over."""
 
-    def add(self, request_id: str, prompt: list[int], max_tokens: int, *, chunk_tokens: int = 0, **params: Any) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        chunk_tokens: int = 0,
+        appends: bool = False,
+        **params: Any,
+    ) -> None:
         from vllm import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.request import Request
 
-        from twostroke.engine.vllm.report import CHUNK_ARG
+        from twostroke.engine.vllm.report import APPEND_ARG, CHUNK_ARG
 
         init_none_hash(sha256)
-        extra = {"kv_transfer_params": params, CHUNK_ARG: chunk_tokens}
+        extra = {"kv_transfer_params": params, CHUNK_ARG: chunk_tokens, APPEND_ARG: appends}
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         hasher = get_request_block_hasher(BLOCK, sha256)
         self.scheduler.add_request(Request(request_id, prompt, sampling, None, block_hasher=hasher))
@@ -78,11 +87,21 @@ class Family:
     def offer(self, request_id: str, prompt: list[int], max_tokens: int = 1) -> None:
         self.add(request_id, prompt, max_tokens, **self.handoffs.offer())
 
-    def fetch(self, request_id: str, prompt: list[int], max_tokens: int = 8, *, token_known: bool = False) -> None:
+    def fetch(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int = 8,
+        *,
+        token_known: bool = False,
+        appends: bool = False,
+    ) -> None:
         from twostroke.v1.kv_pb2 import Handoff
 
         handoff = Handoff(handoff_id=request_id, tokens=len(prompt), in_progress=True)
-        self.add(request_id, prompt, max_tokens, **self.handoffs.fetch(handoff, token_known=token_known))
+        self.add(
+            request_id, prompt, max_tokens, appends=appends, **self.handoffs.fetch(handoff, token_known=token_known)
+        )
 
     def step(self) -> dict[str, int]:
         """One step; every request that has its prompt chooses a token. Returns the tokens that were computed."""

@@ -67,8 +67,8 @@ async def test_the_answer_is_that_of_one_engine_and_nothing_is_computed_twice(pa
     alone = await pair.ask_decode_alone(f"one-{tokens}", asked, 12)
     assert answer.token_ids == alone.token_ids
     assert answer.prompt is not None
-    # The last token is computed again in any case, and so all of a prompt of one.
-    assert (answer.prompt.transferred_tokens, answer.prompt.computed_tokens) == (tokens if tokens > 1 else 0, 1)
+    # What is computed is the answer's first token, which came with the KV.
+    assert (answer.prompt.transferred_tokens, answer.prompt.computed_tokens) == (tokens, 1)
     await until_empty(pair)
 
 

@@ -12,6 +12,7 @@ from twostroke.v1.engine_pb2 import (
     StructuredOutputs,
     TokenSequence,
 )
+from twostroke.v1.kv_pb2 import Handoff
 
 INDEPENDENT: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -59,3 +60,12 @@ def test_a_request_without_tokens_goes_on_from_nothing() -> None:
     request = EngineRequest(sampling=SamplingParams(seed=1))
     assert continuation(request, None) == Continuation()
     assert depends_on_output(request.sampling)
+
+
+@pytest.mark.parametrize("in_progress", [False, True])
+def test_a_token_that_is_yet_to_come_is_forced_only_where_it_must_be(in_progress: bool) -> None:
+    handoff = Handoff(in_progress=in_progress)
+    greedy = EngineRequest(sampling=SamplingParams(temperature=0))
+    assert continuation(greedy, handoff) == Continuation(brought=in_progress)
+    seeded = EngineRequest(sampling=SamplingParams(seed=1))
+    assert continuation(seeded, handoff) == Continuation(brought=in_progress, forces_brought=in_progress)

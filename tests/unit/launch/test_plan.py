@@ -46,7 +46,7 @@ def test_workers_are_named_placed_and_known_to_the_router() -> None:
         ("decode-0", "decode"),
         ("decode-1", "decode"),
     ]
-    assert [worker.cores for worker in workers] == ["2", "5", "2"]
+    assert [(worker.cores, worker.spare_cores) for worker in workers] == [("2", "5"), ("5", "2"), ("2", "5")]
     assert {worker.model for worker in workers} == {"org/name"}
     router = router_settings(plan.router)
     assert router.worker_targets() == tuple(f"127.0.0.1:{worker.port}" for worker in workers)
@@ -70,7 +70,10 @@ def test_workers_on_cpu_get_their_libraries_and_the_router_does_not() -> None:
 def test_several_cores_per_worker_do_not_overlap_while_there_are_enough() -> None:
     four = replace(CPU, cores=(0, 1, 2, 3))
     plan = make(replace(OPTIONS, decode=1, cores_per_worker=2), four, {})
-    assert [worker_settings(spec).cores for spec in plan.workers] == ["0,1", "2,3"]
+    workers = [worker_settings(spec) for spec in plan.workers]
+    assert [(worker.cores, worker.spare_cores) for worker in workers] == [("0,1", "2,3"), ("2,3", "0,1")]
+    alone = make(replace(OPTIONS, prefill=1, decode=1), replace(CPU, cores=(4,)), {})
+    assert {worker_settings(spec).spare_cores for spec in alone.workers} == {""}, "no core is another worker's alone"
     with pytest.raises(ConfigError, match="--cores-per-worker must be between 1 and 4"):
         make(replace(OPTIONS, cores_per_worker=5), four, {})
 

@@ -13,7 +13,7 @@ from twostroke.engine.base import Stroke
 from twostroke.engine.vllm.continuation import Continuation, continuation
 from twostroke.engine.vllm.forced_tokens import BROUGHT_ARG, FORCED_TOKENS_ARG
 from twostroke.engine.vllm.logprobs import to_wire as logprobs_to_wire
-from twostroke.engine.vllm.report import CHUNK_ARG
+from twostroke.engine.vllm.report import APPEND_ARG, CHUNK_ARG
 from twostroke.engine.vllm.sampling import from_wire as sampling_from_wire
 from twostroke.v1 import engine_pb2 as pb
 
@@ -59,8 +59,10 @@ def core_request(
             sampling.skip_reading_prefix_cache = False
         if going_on.forced:
             extra[FORCED_TOKENS_ARG] = list(going_on.forced)
-        if going_on.brought:
+        if going_on.forces_brought:
             extra[BROUGHT_ARG] = vllm_id
+        elif going_on.brought:
+            extra[APPEND_ARG] = True
     if chunk_tokens:
         extra[CHUNK_ARG] = chunk_tokens
     if kv_transfer is not None:
@@ -106,7 +108,7 @@ def prompt_stats(output: Any, admitted_s: float, appended: int) -> pb.PromptStat
         wire.prompt_tokens = stats.num_prompt_tokens - appended
         wire.cached_tokens = stats.num_local_cached_tokens
         wire.transferred_tokens = stats.num_external_cached_tokens
-        # vLLM counts a fetched prompt as computed nowhere, but runs its last token again to choose the next from it.
+        # vLLM counts a fetched prompt as computed nowhere, but a step runs its last token, or the answer's first.
         wire.computed_tokens = max(1, stats.num_computed_tokens - appended)
     return wire
 

@@ -23,17 +23,18 @@ class Continuation:
     appended: tuple[int, ...] = ()
     forced: tuple[int, ...] = ()
     brought: bool = False
-    """The first token comes with the KV, and is forced."""
+    """The first token comes with the KV; it is appended then, unless forces_brought."""
+    forces_brought: bool = False
 
 
 def continuation(request: pb.EngineRequest, handoff: Handoff | None) -> Continuation:
     """Chooses the way for one request."""
     chosen = tuple(request.output_token_ids)
+    forces = depends_on_output(request.sampling)
     if not chosen:
-        return Continuation(brought=handoff is not None and handoff.in_progress)
-    if not depends_on_output(request.sampling):
-        return Continuation(appended=chosen)
-    return Continuation(forced=chosen)
+        brought = handoff is not None and handoff.in_progress
+        return Continuation(brought=brought, forces_brought=brought and forces)
+    return Continuation(forced=chosen) if forces else Continuation(appended=chosen)
 
 
 def depends_on_output(sampling: pb.SamplingParams) -> bool:

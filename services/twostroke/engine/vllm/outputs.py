@@ -63,7 +63,7 @@ def convert(state: Request, output: Any) -> EngineOutput:
 
 def _skip_forced(state: Request, output: Any, result: EngineOutput) -> int:
     forced = state.going_on.forced
-    if state.going_on.brought:
+    if state.going_on.forces_brought:
         # Which one it was, prefill has told.
         forced = tuple(output.new_token_ids[:1]) if state.repeated == 0 else (0,)
     skipped = min(len(forced) - state.repeated, len(output.new_token_ids))

@@ -13,6 +13,8 @@ from twostroke.policy.step_model import StepBatch
 
 CHUNK_ARG = "twostroke_chunk_tokens"
 """Of a request's extra_args: most tokens of its prompt that one step computes."""
+APPEND_ARG = "twostroke_append_brought"
+"""Of a request's extra_args: the first token comes with its KV, and is to end its prompt."""
 REPORT = "twostroke"
 """The key under which a Report travels."""
 

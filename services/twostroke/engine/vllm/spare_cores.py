@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +201,9 @@ class _AttentionPlans:
 
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    from torch.nn import ModuleList
+
+    lists = [module for module in model.modules() if isinstance(module, ModuleList)]
     return list(max(lists, key=len, default=[]))
 
 

@@ -19,6 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from twostroke.engine.vllm.direct import notes
+from twostroke.engine.vllm.report import APPEND_ARG
 from twostroke.engine.vllm.scheduling import SharingScheduling
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ class _HandoffScheduling(SharingScheduling):
         unusable = {block for each in said if each.unusable for block in each.missing}
         self.connector.core.held.pin(unusable)
         failures = [each for each in said if each.failure]
+        if request is not None and not request.is_finished():
+            _append_first_token(request, said)
         if not failures:
             self.connector.core.tell_main(notes.Received(request_id, sum(each.chunks for each in said)))
         if request is not None and not request.is_finished() and failures:
@@ -122,6 +125,22 @@ class _HandoffScheduling(SharingScheduling):
         waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         wrong = any(each.corrupt for each in said)
         return bool(known and few and waits and missing and not unusable and not wrong)
+
+
+def _append_first_token(request: Any, said: list[notes.Ended]) -> None:
+    """Ends the prompt of a request that asks for it with the token that came with its KV: the next step computes that
+    one, and chooses the second token of the answer."""
+    known = [each.first_token_id for each in said if each.first_token_id is not None]
+    sampling = request.sampling_params
+    if not known or not (sampling.extra_args or {}).pop(APPEND_ARG, False):
+        return
+    request.prompt_token_ids = [*request.prompt_token_ids, known[0]]
+    request._all_token_ids.append(known[0])
+    request.num_prompt_tokens += 1
+    request.update_block_hashes()
+    request.max_tokens -= 1
+    sampling.max_tokens -= 1
+    sampling.min_tokens = max(0, sampling.min_tokens - 1)
 
 
 class HandoffScheduler(_HandoffScheduling):
