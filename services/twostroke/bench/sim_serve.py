@@ -179,7 +179,7 @@ def alone(pair: Stack, cores: Sequence[int]) -> Stack:
     """The decode worker of a pair as the only worker, for both strokes, on these cores."""
     ((router, *workers),) = pair.stages
     worker = workers[-1]
-    flags = {"--role": "both", "--cores": ",".join(map(str, cores))}
+    flags = {"--role": "both", "--cores": ",".join(map(str, cores)), "--spare-cores": ""}
     command = tuple(_with(argument, flags) for argument in worker.command)
     only = {"--workers": worker.address}
     router = replace(router, command=tuple(_with(argument, only) for argument in router.command))

@@ -116,7 +116,9 @@ def _worker(
         own = placed_on(index)
         others = {core for other in range(options.prefill + options.decode) for core in placed_on(other)}
         argv.append(f"--cores={_listed(own)}")
-        if spare := sorted(others.difference(own)):
+        given = _check(WorkerSettings, options.worker_args, "--worker-args", options.worker_args)
+        spare = [] if given.cores or given.tensor_parallel > 1 else sorted(others.difference(own))
+        if spare:
             argv.append(f"--spare-cores={_listed(spare)}")
         placed = _on_cpu(devices, environment)
     argv += options.worker_args

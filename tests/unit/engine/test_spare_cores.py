@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from twostroke.config import WorkerSettings
+from twostroke.engine.vllm.launch import prepare_environment
 from twostroke.engine.vllm.spare_cores import MIN_PROMPT_TOKENS, CoreUse, SpareCores
+from twostroke.errors import ConfigError
 
 
 class Machine:
@@ -45,7 +48,6 @@ def test_a_long_prompt_takes_idle_cores_and_gives_them_back_when_others_come() -
     assert machine.layers(2, others=0.4, ours=0.5) == [False, False], "our own threads there are no others"
     assert machine.layers(2, others=0.9) == [True, False]
     assert machine.threads == [3, 1]
-    assert machine.cores.used
     machine.layers(2, others=0.5)
     assert machine.threads == [3, 1], "between the two shares everything stays as it is"
     machine.layers(1, others=0.0)
@@ -59,7 +61,6 @@ def test_steps_without_a_long_prompt_stay_on_own_cores() -> None:
         machine.cores.begin(tokens)
         assert not any(machine.layers(5, others=0.0))
         machine.cores.end()
-        assert not machine.cores.used
     assert machine.threads == []
 
 
@@ -71,7 +72,6 @@ def test_what_was_long_ago_says_nothing_of_now() -> None:
     machine.threads.clear()
     machine.now_s += 60
     machine.cores.begin(512)
-    assert not machine.cores.used
     assert machine.layers(1, others=0.9) == [False], "a minute that was idle on average"
     assert machine.layers(1, others=0.9) == [False]
     assert machine.threads == []
@@ -83,3 +83,19 @@ def test_a_look_that_comes_too_soon_says_nothing() -> None:
     assert machine.use.share(machine.now_s + 0.02) is None
     machine.others_s += 0.1
     assert machine.use.share(machine.now_s + 0.1) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("cores", "spare", "more", "says"),
+    [
+        ("", "1", {}, "--spare-cores needs --cores"),
+        ("0-2", "3,2", {}, "--spare-cores names core 2, which is in --cores"),
+        ("0,1", "2,3", {"tensor_parallel": 2}, "leave it out with --tensor-parallel"),
+    ],
+)
+def test_cores_that_are_not_another_workers_are_refused(
+    cores: str, spare: str, more: dict[str, int], says: str
+) -> None:
+    settings = WorkerSettings(model="x", cores=cores, spare_cores=spare, **more)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=says):
+        prepare_environment(settings)

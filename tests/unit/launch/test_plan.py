@@ -74,6 +74,9 @@ def test_several_cores_per_worker_do_not_overlap_while_there_are_enough() -> Non
     assert [(worker.cores, worker.spare_cores) for worker in workers] == [("0,1", "2,3"), ("2,3", "0,1")]
     alone = make(replace(OPTIONS, prefill=1, decode=1), replace(CPU, cores=(4,)), {})
     assert {worker_settings(spec).spare_cores for spec in alone.workers} == {""}, "no core is another worker's alone"
+    for flag in ("--cores=0,1", "--tensor-parallel=2"):
+        chosen = make(replace(OPTIONS, worker_args=(flag,)), four, {})
+        assert {worker_settings(spec).spare_cores for spec in chosen.workers} == {""}, flag
     with pytest.raises(ConfigError, match="--cores-per-worker must be between 1 and 4"):
         make(replace(OPTIONS, cores_per_worker=5), four, {})
 

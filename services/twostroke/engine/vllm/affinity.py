@@ -8,6 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def core_list(cores: str) -> list[int]:
+    """The cores of "0,2-4"; empty for an empty text."""
+    result: list[int] = []
+    for part in filter(None, cores.split(",")):
+        first, _, last = part.partition("-")
+        result.extend(range(int(first), int(last or first) + 1))
+    return result
+
+
 def run_where_the_worker_may() -> None:
     """Undoes the pinning of the engine core's threads.
 

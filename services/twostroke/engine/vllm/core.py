@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from twostroke.config import WorkerSettings
 from twostroke.engine.base import EngineInfo, EngineLoad, EngineOutput, EngineStep, LinkReport, Stroke
+from twostroke.engine.vllm.affinity import core_list
 from twostroke.engine.vllm.handoffs import Failed, Handoffs, News, NixlHandoffs, Received, Source, Started
 from twostroke.engine.vllm.launch import Phases, create_config, is_cpu, prepare_environment, start_client
 from twostroke.engine.vllm.report import Report, take_report, to_change, to_sample
@@ -79,12 +80,12 @@ class VllmEngine:
             )
             endpoint = await self._handoffs.attach(self._client, self._hear)
         with phases.measure("pin cores"):
-            await self._client.collective_rpc_async("twostroke_pin", args=(_core_list(settings.cores),))
+            await self._client.collective_rpc_async("twostroke_pin", args=(core_list(settings.cores),))
         if is_cpu():
             await self._client.collective_rpc_async("twostroke_keep_seeds")
-        if settings.cores and settings.spare_cores:
+        if settings.spare_cores and is_cpu():
             with phases.measure("prepare spare cores"):
-                lists = _core_list(settings.cores), _core_list(settings.spare_cores)
+                lists = core_list(settings.cores), core_list(settings.spare_cores)
                 await self._client.collective_rpc_async("twostroke_spare_cores", args=lists)
         if settings.step_log:
             await self._client.collective_rpc_async("twostroke_log_steps", args=(settings.step_log,))
@@ -312,12 +313,3 @@ class VllmEngine:
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(client.shutdown, 2.0)
             self._handoffs.close()
-
-
-def _core_list(cores: str) -> list[int]:
-    """The cores of "0,2-4"; empty for an empty text."""
-    result: list[int] = []
-    for part in filter(None, cores.split(",")):
-        first, _, last = part.partition("-")
-        result.extend(range(int(first), int(last or first) + 1))
-    return result

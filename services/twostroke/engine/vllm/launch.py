@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from twostroke.config import WorkerSettings, child_environment, set_environment
+from twostroke.engine.vllm.affinity import core_list
 from twostroke.errors import ConfigError, EngineError
 from twostroke.free_port import free_port
 from twostroke.huge_pages import huge_page_tunables
@@ -76,8 +77,10 @@ def is_cpu() -> bool:
 def prepare_environment(settings: WorkerSettings) -> int:
     """Sets what vLLM reads from the environment; call before importing it. Returns the KV side channel's port.
 
-    Raises ConfigError for a model or an address that is not there, before seconds are spent on imports.
+    Raises ConfigError for a model or an address that is not there, and for cores that are not this worker's to use,
+    before seconds are spent on imports.
     """
+    cores = _all_cores(settings)
     locate_model(settings.model)
     port = settings.kv_port or _free_port(settings.kv_host)
     values = {
@@ -90,8 +93,8 @@ def prepare_environment(settings: WorkerSettings) -> int:
         "TORCHDYNAMO_DISABLE": "1",
         "NIXL_LOG_LEVEL": "WARN",
     }
-    if settings.cores:
-        values["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(filter(None, [settings.cores, settings.spare_cores]))
+    if cores:
+        values["VLLM_CPU_OMP_THREADS_BIND"] = cores
     if Path(settings.model).is_dir():
         values["HF_HUB_OFFLINE"] = "1"
     if settings.kv_host in LOOPBACK and "UCX_NET_DEVICES" not in child_environment():
@@ -99,6 +102,18 @@ def prepare_environment(settings: WorkerSettings) -> int:
         values["UCX_NET_DEVICES"] = "lo"
     set_environment(**values)
     return port
+
+
+def _all_cores(settings: WorkerSettings) -> str:
+    if not settings.spare_cores:
+        return settings.cores
+    if not settings.cores:
+        raise ConfigError("--spare-cores needs --cores, this worker's own")
+    if both := set(core_list(settings.cores)).intersection(core_list(settings.spare_cores)):
+        raise ConfigError(f"--spare-cores names core {min(both)}, which is in --cores; name cores of other workers")
+    if settings.tensor_parallel > 1:
+        raise ConfigError("--spare-cores is for workers of one rank; leave it out with --tensor-parallel")
+    return f"{settings.cores},{settings.spare_cores}"
 
 
 def _free_port(host: str) -> int:

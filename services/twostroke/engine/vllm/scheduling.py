@@ -195,9 +195,9 @@ class SharingScheduling(Scheduler):
         now_s = time.monotonic()
         if self._under_way and self._under_way[0][0] is scheduler_output:
             _, batch, begun_s = self._under_way.popleft()
-            # A step on spare cores says nothing of what this worker can do by itself, which is what it promises.
-            if not getattr(model_runner_output, "on_spare_cores", False):
-                self._samples.append(StepSample(batch, now_s - (begun_s if self._ended_s is None else self._ended_s)))
+            took_s = now_s - (begun_s if self._ended_s is None else self._ended_s)
+            # What this worker can do by itself is what it promises: work on spare cores counts as done on its own.
+            self._samples.append(StepSample(batch, took_s + getattr(model_runner_output, "spared_s", 0.0)))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._ended_s = now_s if self.running or self._under_way else None
         return outputs

@@ -86,13 +86,10 @@ class SpareCores:
         self._wanted = False
         """Whether the step that runs would gain by them."""
         self._taken = False
-        self.used = False
-        """Whether the step that runs, or ran last, had them at any time."""
 
     def begin(self, prompt_tokens: int) -> None:
         """A step begins, on own cores."""
         self._wanted = prompt_tokens >= MIN_PROMPT_TOKENS
-        self.used = False
 
     def look(self, now_s: float) -> bool:
         """Before a layer: takes the spare cores or gives them back. Whether the number of threads changed."""
@@ -102,7 +99,6 @@ class SpareCores:
         if take == self._taken:
             return False
         self._taken = take
-        self.used |= take
         self._set_threads(self._all if take else self._own)
         return True
 
@@ -131,30 +127,40 @@ def use_spare_cores(runner: Any, own: Sequence[int], spare: Sequence[int]) -> bo
         missing.append(f"{len(own) + len(spare)} OpenMP threads")
     if missing or not layers:
         log.warning("--spare-cores is of no use here: there is no %s", ", ".join(missing) or "list of layers")
+        if hasattr(openmp, "omp_set_num_threads"):
+            openmp.omp_set_num_threads(len(own))
         return False
     helpers = _yield_to_others(openmp, own, spare)
     # A matrix product keeps the number of threads that it is first made for as the most that it uses.
     runner._dummy_run(runner.scheduler_config.max_num_batched_tokens)
     openmp.omp_set_num_threads(len(own))
-    use = CoreUse(spare, lambda: sum(map(_run_s, helpers)))
+
+    def helped_s() -> float:
+        return sum(map(_run_s, helpers))
+
+    use = CoreUse(spare, helped_s)
     cores = SpareCores(len(own), len(spare), use, openmp.omp_set_num_threads)
     plans = _AttentionPlans(_custom_ops)
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
+    spared_s = 0.0
 
     @wraps(execute_model)
     def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal spared_s
         cores.begin(sum(count for count in scheduler_output.num_scheduled_tokens.values() if count > 1))
         plans.forget()
+        before_s = helped_s()
         try:
             return execute_model(scheduler_output, *args, **kwargs)
         finally:
             cores.end()
+            spared_s = (helped_s() - before_s) / len(own)
 
     @wraps(sample_tokens)
     def sample(*args: Any, **kwargs: Any) -> Any:
         output = sample_tokens(*args, **kwargs)
         if output is not None:
-            output.on_spare_cores = cores.used
+            output.spared_s = spared_s
         return output
 
     def look(*_: Any) -> None:
