@@ -121,14 +121,17 @@ class Family:
         self._chosen[id(planned)] = tokens
         return planned, dict(planned.num_scheduled_tokens)
 
-    def end(self, planned: Any) -> None:
-        """It is over."""
+    def end(self, planned: Any, spared_s: float = 0.0) -> None:
+        """It is over. spared_s: of its work, what was done on spare cores."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         from twostroke.engine.vllm.report import take_report
 
         chosen = self._chosen.pop(id(planned))
-        output = ModelRunnerOutput(list(chosen), {name: at for at, name in enumerate(chosen)}, list(chosen.values()))
+        output: Any = ModelRunnerOutput(
+            list(chosen), {name: at for at, name in enumerate(chosen)}, list(chosen.values())
+        )
+        output.spared_s = spared_s
         for outputs in self.scheduler.update_from_output(planned, output).values():
             self.reports.append(dict(take_report(outputs.scheduler_stats)))
 

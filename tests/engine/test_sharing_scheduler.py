@@ -194,3 +194,15 @@ def test_blocks_are_told_under_the_hashes_that_a_router_computes(family: Callabl
     e.step()
     heard()
     assert len(journal) == 0
+
+
+def test_work_on_spare_cores_counts_as_done_on_own_ones(family: Callable[..., Family]) -> None:
+    """A worker promises what it can do by itself."""
+    from twostroke.engine.vllm.report import to_sample
+
+    e = family()
+    e.add("a", prompt(60), max_tokens=1)
+    planned, _ = e.plan()
+    e.end(planned, spared_s=100.0)
+    ((row,),) = [report["steps"] for report in e.reports if report["steps"]]
+    assert 100 <= to_sample(row).duration_s < 160

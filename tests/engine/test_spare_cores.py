@@ -15,11 +15,7 @@ from openai import OpenAI
 from engine.conftest import TwoPools
 
 pytest.importorskip("vllm", reason="the engine is not installed")
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no other core"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 TOKENS = 1800
 
 
@@ -62,6 +58,9 @@ def test_a_prompt_uses_idle_cores_of_others_and_gives_them_back(two_pools: TwoPo
         client.completions.create(model=two_pools.model, prompt=prompt, max_tokens=1, temperature=0)
         return sum(used - before[process] for process, used in borrowed_s().items() if process in before)
 
+    if len(os.sched_getaffinity(0)) < 2:
+        assert not borrowed_s(), "no core is another worker's alone"
+        return
     assert len(borrowed_s()) >= 2, "each worker has such threads"
     alone = ask(101)
     assert alone > 0.3, "all but the beginning of some seconds of work, in two halves"

@@ -87,9 +87,10 @@ class SpareCores:
         """Whether the step that runs would gain by them."""
         self._taken = False
 
-    def begin(self, prompt_tokens: int) -> None:
-        """A step begins, on own cores."""
+    def begin(self, prompt_tokens: int) -> bool:
+        """A step begins, on own cores. Whether it may come to use others."""
         self._wanted = prompt_tokens >= MIN_PROMPT_TOKENS
+        return self._wanted
 
     def look(self, now_s: float) -> bool:
         """Before a layer: takes the spare cores or gives them back. Whether the number of threads changed."""
@@ -147,8 +148,10 @@ def use_spare_cores(runner: Any, own: Sequence[int], spare: Sequence[int]) -> bo
     @wraps(execute_model)
     def execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal spared_s
-        cores.begin(sum(count for count in scheduler_output.num_scheduled_tokens.values() if count > 1))
         plans.forget()
+        spared_s = 0.0
+        if not cores.begin(sum(count for count in scheduler_output.num_scheduled_tokens.values() if count > 1)):
+            return execute_model(scheduler_output, *args, **kwargs)
         before_s = helped_s()
         try:
             return execute_model(scheduler_output, *args, **kwargs)

@@ -132,7 +132,11 @@ def _append_first_token(request: Any, said: list[notes.Ended]) -> None:
     one, and chooses the second token of the answer."""
     known = [each.first_token_id for each in said if each.first_token_id is not None]
     sampling = request.sampling_params
-    if not known or not (sampling.extra_args or {}).pop(APPEND_ARG, False):
+    if not (sampling.extra_args or {}).pop(APPEND_ARG, False):
+        return
+    if not known:
+        if not any(each.failure for each in said):
+            raise RuntimeError(f"request {request.request_id} has its KV, but not its first token")
         return
     request.prompt_token_ids = [*request.prompt_token_ids, known[0]]
     request._all_token_ids.append(known[0])
