@@ -1,8 +1,9 @@
 """Who gets how much of a step, among the prompts of one worker: the shortest first, and the oldest never nothing.
 
-A short prompt that comes while a long one is computed is in the very next step, and the long one has the rest of every
-step. The oldest has a part of each step for certain, so that no flood of shorter ones can hold it up for ever, and is
-let in first, so that they cannot take the memory that it waits for.
+A short prompt that comes while a long one is computed is in the very next step. A step in which a prompt ends is kept
+short, since a first token waits for it: those that go on get a part of it only; they have all of the others. The oldest
+has that part of each step for certain, so that no flood of shorter ones can hold it up for ever, and is let in first,
+so that they cannot take the memory that it waits for.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CERTAIN = 4
-"""One part in so many of a step's room is for the oldest prompt."""
+"""One part in so many of a step's room is for the oldest prompt, and for all that go on in a step in which one ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,26 @@ def divide(prompts: Sequence[Prompt], room_tokens: int, places: int, free_blocks
             there.append(index)
     kept = prompts[oldest].certain(room_tokens) if oldest in there else 0
     tokens = dict.fromkeys(there, 0)
-    given = kept
+    given, beside, ends = kept, beside_tokens(room_tokens) - kept, False
     for index in by_length:
         if index in tokens:
-            own = kept if index == oldest else 0
-            given -= own
-            tokens[index] = max(own, prompts[index].wants(room_tokens - given, given))
-            given += tokens[index]
+            prompt, own = prompts[index], kept if index == oldest else 0
+            given, beside = given - own, beside + own
+            got = prompt.wants(room_tokens - given, given)
+            if ends and got < prompt.left_tokens:
+                got = min(got, beside)
+            tokens[index] = got = max(own, got)
+            given += got
+            if got < prompt.left_tokens:
+                beside = max(0, beside - got)
+            else:
+                ends = True
     return list(tokens.items())
+
+
+def beside_tokens(room_tokens: int) -> int:
+    """What all prompts that go on get together of a step in which another ends."""
+    return -(-room_tokens // CERTAIN)
 
 
 def _key(prompt: Prompt) -> tuple[int, int]:

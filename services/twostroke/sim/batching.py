@@ -3,25 +3,40 @@ join, finish or lose their blocks."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from heapq import heappop
 
+from twostroke.policy.turns import CERTAIN, beside_tokens
 from twostroke.sim.clock import exact
 from twostroke.sim.decoding import Decoding
+from twostroke.sim.gaps import Gaps
+from twostroke.sim.limits import Limits, Listener
 from twostroke.sim.sequence import Sequence, Stroke
 
 _PREFILL = Stroke.PREFILL
 
 
 class Batching(Decoding):
-    """The batching half of an engine, see engine.py."""
+    """The batching half of an engine, see engine.py.
+
+    shortest_first: prompts take turns as policy/turns.py divides a step, which is what our workers do; else the oldest
+    has all that it can use, as in plain vLLM.
+    """
+
+    def __init__(self, limits: Limits, listener: Listener, gaps: Gaps, max_run: int, *, shortest_first: bool) -> None:
+        super().__init__(limits, listener, gaps, max_run)
+        self._shortest_first = shortest_first
+        self._ages = 0
 
     def _empty(self) -> None:
         super()._empty()
         self.changed = True
         """What placement saw of it is out of date."""
-        self.waiting: deque[Sequence] = deque()
-        """Prompts to compute, in order."""
+        self.waiting: list[tuple[int, Sequence]] = []
+        """Prompts to compute, with their ages, oldest first."""
+        self._by_length: list[tuple[int, int, Sequence]] = []
+        """The same with their lengths, shortest first."""
         self.receiving: deque[Sequence] = deque()
         """DECODE strokes that wait for blocks."""
         self.members: dict[Sequence, None] = {}
@@ -37,35 +52,107 @@ class Batching(Decoding):
     def _schedule(self, now_s: float, admit: bool) -> bool:
         """Fills the step with chunks of prompts; False when there is room for none."""
         budget = self.limits.budget_tokens - self.decoding
-        chunks: list[tuple[Sequence, int]] = []
+        chunks = (self._shares if self._shortest_first else self._in_order)(budget, admit, now_s)
+        if not chunks:
+            return False
+        self._chunks = chunks
         tokens, pairs = 0, 0.0
+        for sequence, new in chunks:
+            tokens += new
+            pairs += new * (2 * sequence.computed + new) / 2
+        run = self._run
+        run.steps = 1
+        run.delta_s = 0.0
+        run.first_s = exact(self.limits.model.batch_s(self.decoding, self.context_sum, tokens, pairs, len(chunks)))
+        return True
+
+    def _in_order(self, budget: int, admit: bool, now_s: float) -> list[tuple[Sequence, int]]:
+        """The oldest first, with all that they can use."""
+        chunks: list[tuple[Sequence, int]] = []
         for sequence in self._prefilling:
             if not budget:
                 break
             new = _chunk_tokens(sequence, budget)
             budget -= new
-            tokens += new
-            pairs += new * (2 * sequence.computed + new) / 2
             chunks.append((sequence, new))
-        while admit and budget and self.waiting and len(self.members) < self.limits.sequences:
-            sequence = self.waiting[0]
-            if not self._admit(sequence):
-                break
-            self.waiting.popleft()
-            self._prefilling.append(sequence)
+        while admit and budget and self.waiting and self._let_in(self.waiting[0][1], now_s):
+            sequence = self._prefilling[-1]
             new = _chunk_tokens(sequence, budget)
             budget -= new
-            tokens += new
-            pairs += new * (2 * sequence.computed + new) / 2
             chunks.append((sequence, new))
-            self._listener.prefill_started(self, sequence, now_s)
-        if not chunks:
+        return chunks
+
+    def _shares(self, budget: int, admit: bool, now_s: float) -> list[tuple[Sequence, int]]:
+        """As policy/turns.py divides."""
+        if not budget:
+            return []
+        waiting = self._by_length if admit else []
+        oldest = min(self._prefilling, key=_age, default=None)
+        if waiting and (oldest is None or self.waiting[0][0] < oldest.age):
+            oldest = self.waiting[0][1]
+            if not self._let_in(oldest, now_s):
+                oldest, waiting = None, []
+        kept = 0
+        if oldest is not None:
+            limit = min(budget, oldest.chunk_tokens) if oldest.chunk_tokens < oldest.prompt_tokens else budget
+            kept = min(oldest.prompt_tokens - oldest.computed, -(-limit // CERTAIN))
+        chunks: list[tuple[Sequence, int]] = []
+        begun = sorted((_left(each), each.age, each) for each in self._prefilling)
+        given, beside, here, there, ends, full = kept, beside_tokens(budget) - kept, 0, 0, False, False
+        while here < len(begun) or there < len(waiting):
+            begins = here == len(begun) or (there < len(waiting) and waiting[there] < begun[here])
+            sequence = waiting[there][2] if begins else begun[here][2]
+            own = kept if sequence is oldest else 0
+            given, beside, here = given - own, beside + own, here + (not begins)
+            if full and not own:
+                continue
+            left = sequence.seen_tokens if begins else sequence.prompt_tokens - sequence.computed
+            new = min(left, budget - given)
+            if limited := sequence.chunk_tokens < sequence.prompt_tokens:
+                new = min(new, max(0, sequence.chunk_tokens - given))
+            if ends and new < left:
+                new = min(new, beside)
+            new = max(own, new)
+            if not new:
+                there += begins
+                if not limited:
+                    # Whoever is longer gets nothing either, but for the oldest.
+                    full, waiting = True, []
+                continue
+            if begins and not self._let_in(sequence, now_s):
+                waiting = []
+                continue
+            chunks.append((sequence, min(new, sequence.prompt_tokens - sequence.computed)))
+            given += new
+            ends = ends or new == left
+            if new < left:
+                beside = max(0, beside - new)
+        return chunks
+
+    def _enter(self, sequence: Sequence) -> None:
+        """Whoever comes is the youngest."""
+        self._ages += 1
+        sequence.age = self._ages
+
+    def _wait(self, sequence: Sequence) -> None:
+        """Puts a prompt where its age and its length want it."""
+        insort(self.waiting, (sequence.age, sequence))
+        if self._shortest_first:
+            insort(self._by_length, (_length(sequence), sequence.age, sequence))
+
+    def _unwait(self, sequence: Sequence) -> None:
+        """Takes a prompt out of those that wait."""
+        del self.waiting[bisect_left(self.waiting, (sequence.age, sequence))]
+        if self._shortest_first:
+            del self._by_length[bisect_left(self._by_length, (_length(sequence), sequence.age, sequence))]
+
+    def _let_in(self, sequence: Sequence, now_s: float) -> bool:
+        """Begins with a prompt that waits; False when there is no room."""
+        if len(self.members) >= self.limits.sequences or not self._admit(sequence):
             return False
-        self._chunks = chunks
-        run = self._run
-        run.steps = 1
-        run.delta_s = 0.0
-        run.first_s = exact(self.limits.model.batch_s(self.decoding, self.context_sum, tokens, pairs, len(chunks)))
+        self._unwait(sequence)
+        self._prefilling.append(sequence)
+        self._listener.prefill_started(self, sequence, now_s)
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -165,7 +252,9 @@ class Batching(Decoding):
         self.store.drop(sequence.held)
         sequence.held = None
         sequence.computed = 0
-        self.waiting.appendleft(sequence)
+        sequence.resumed = True
+        sequence.seen_tokens = sequence.prompt_tokens
+        self._wait(sequence)
         self.changed = True
         self._listener.preempted(sequence)
 
@@ -184,6 +273,18 @@ class Batching(Decoding):
         sequence.held = None
         self.changed = True
         self._listener.finished(self, sequence, now_s)
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.age
+
+
+def _left(sequence: Sequence) -> int:
+    return 0 if sequence.resumed else sequence.prompt_tokens - sequence.computed
+
+
+def _length(sequence: Sequence) -> int:
+    return 0 if sequence.resumed else sequence.seen_tokens
 
 
 def _chunk_tokens(sequence: Sequence, budget: int) -> int:

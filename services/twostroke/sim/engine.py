@@ -1,8 +1,8 @@
 """One worker's engine: continuous batching in steps, chunked prefill, KV blocks, preemption.
 
-A step computes one token of every running answer, then chunks of prompts, oldest first, within the step's budget. Steps
-that only decode are taken many at once: up to the next finish, the next shortage of blocks, or whatever reaches the
-worker meanwhile. `max_run` 1 is the reference that takes every step alone; both end at the same numbers.
+A step computes one token of every running answer, then chunks of prompts within the step's budget. Steps that only
+decode are taken many at once: up to the next finish, the next shortage of blocks, or whatever reaches the worker
+meanwhile. `max_run` 1 is the reference that takes every step alone; both end at the same numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class Engine(Batching):
         push: Callable[[float, Engine, int], None],
         gaps: Gaps,
         max_run: int,
+        *,
+        shortest_first: bool,
     ) -> None:
-        super().__init__(limits, listener, gaps, max_run)
+        super().__init__(limits, listener, gaps, max_run, shortest_first=shortest_first)
         self.index = index
         self.version = 0
         self.busy_s = 0.0
@@ -70,13 +72,17 @@ class Engine(Batching):
 
     def enqueue(self, sequence: Sequence, now_s: float) -> None:
         """Takes a WHOLE or PREFILL stroke. The caller has checked that it can ever fit."""
-        self.waiting.append(sequence)
+        self._enter(sequence)
+        if self._shortest_first and (unit := self.limits.unit_tokens) and sequence.hashes:
+            sequence.seen_tokens = max(1, sequence.prompt_tokens - unit * self.store.hits(sequence.hashes))
+        self._wait(sequence)
         self.pending_tokens += sequence.prompt_tokens
         self._wake(now_s)
 
     def receive(self, sequence: Sequence, now_s: float) -> None:
         """Takes a DECODE stroke; `reserved` is told as soon as its prompt has blocks."""
         self.sync(now_s)
+        self._enter(sequence)
         self.receiving.append(sequence)
         self._reserve(now_s)
         self._wake(now_s)
@@ -114,7 +120,7 @@ class Engine(Batching):
     def cancel(self, sequence: Sequence, now_s: float) -> None:
         """Ends a WHOLE or PREFILL stroke that waits, computes or is held. A step under way takes its time still."""
         if sequence.held is None:
-            self.waiting.remove(sequence)
+            self._unwait(sequence)
             self.pending_tokens -= sequence.prompt_tokens
             self.changed = True
             return

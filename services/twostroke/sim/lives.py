@@ -58,7 +58,8 @@ class Lives(Listener):
     def add_worker(self, kind: WorkerKind, role: Role, start_s: float = 0.0) -> Worker:
         """Asks for a worker; it takes requests after start_s, never when that is infinite."""
         index = len(self.workers)
-        engine = Engine(index, kind.limits, self, self._push, self.records.gaps, self._max_run)
+        first = self._placer.shortest_first
+        engine = Engine(index, kind.limits, self, self._push, self.records.gaps, self._max_run, shortest_first=first)
         port = index // self.fleet.link.workers_per_port
         ports = self._ports.setdefault(port, (Port(), Port()))
         worker = Worker(f"{role.name}-{index}", kind, role, engine, ports)

@@ -26,7 +26,12 @@ class Placed(NamedTuple):
 
 
 class Placer(Protocol):
-    """Decides, and hears which workers there are."""
+    """Decides, and hears which workers there are.
+
+    shortest_first: whether prompts take turns on its workers as on ours (policy/turns.py), or the oldest goes first.
+    """
+
+    shortest_first: bool
 
     def added(self, worker: Worker) -> None:
         """A worker is there; it may be starting still."""
@@ -85,6 +90,8 @@ class PolicyPlacer:
     expected_output_tokens: what the router takes an answer's length to be. deadline_s: of a whole answer, None for
     none. slo: of every request.
     """
+
+    shortest_first: bool = True
 
     def __init__(
         self,
@@ -159,6 +166,8 @@ class PolicyPlacer:
 
 class TurnsPlacer:
     """Round robin: prefill workers in turn, decode workers in turn; workers of both roles serve whole requests."""
+
+    shortest_first: bool = False
 
     def __init__(self, fleet: Fleet) -> None:
         self._workers: dict[str, Worker] = {}

@@ -24,6 +24,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "age",
         "cached_tokens",
         "chunk_tokens",
         "computed",
@@ -41,6 +42,8 @@ class Sequence:
         "prompt_tokens",
         "repeats",
         "request",
+        "resumed",
+        "seen_tokens",
         "stroke",
     )
 
@@ -70,3 +73,9 @@ class Sequence:
         self.over = 0
         self.over_base = 0
         self.link: object = None
+        self.age = 0
+        """The lower, the earlier it came."""
+        self.resumed = False
+        """It was preempted."""
+        self.seen_tokens = prompt_tokens
+        """Of the prompt, what was not cached when it came: its length for those that take turns by length."""

@@ -18,6 +18,8 @@ SLACK_S = 1e-6
 class LongOnDecode:
     """Another placer's decisions, but prompts of 1,900 tokens are computed by decode."""
 
+    shortest_first = True
+
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
         self.added, self.left = placer.added, placer.left
