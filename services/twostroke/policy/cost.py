@@ -7,7 +7,7 @@ from twostroke.policy.plan import Estimate, Limits, Option, Options, Weights
 from twostroke.policy.snapshot import DEFAULT_LINK, LinkSnapshot, PlacementRequest, WorkerSnapshot
 from twostroke.policy.step_model import chunk_pairs
 from twostroke.policy.terms import NO_KV, Kv, Reading, Terms, Writing, terms_of
-from twostroke.policy.turns import CERTAIN
+from twostroke.policy.turns import CERTAIN, passes
 
 MANY = 64
 """Answers of a worker that does not say how many it can write."""
@@ -66,15 +66,27 @@ class Costing:
             cost += weights.lost * (over if over < 1 else 1.0) * (more if more < 1 else 1.0)
         return cost
 
-    def least_reading(self, backlog_s: float) -> float:
-        """No way that reads behind such a backlog costs less: the wait alone costs as much."""
-        return self.strain(backlog_s / self._ttft_s) if backlog_s else 0.0
+    def wait_s(self, worker: WorkerSnapshot) -> float:
+        """Until the prompt's first step on a worker that reads in chunks of its step budget: what is pending there, or
+        the step under way where the prompt is so much shorter that it goes first."""
+        terms = worker.terms or terms_of(worker)
+        pending = worker.pending_prompt_tokens
+        return terms.backlog_step_s if pending and self._passes(worker, pending) else terms.backlog_s
+
+    def _passes(self, worker: WorkerSnapshot, pending: int) -> bool:
+        request = self.request
+        tokens = max(1, request.prompt_tokens - request.cached_tokens.get(worker.worker, 0))
+        return passes(tokens, pending, worker.pending_prompts)
+
+    def least_reading(self, wait_s: float) -> float:
+        """No way that reads after such a wait costs less."""
+        return self.strain(wait_s / self._ttft_s) if wait_s else 0.0
 
     def least_alone(self, worker: WorkerSnapshot) -> float:
         """No way that reads and writes there costs less: the wait, and the gaps that are longer where prompts come. But
         for rounding, as in least_writing."""
         terms = worker.terms or terms_of(worker)
-        least = self.least_reading(terms.backlog_s)
+        least = self.least_reading(self.wait_s(worker))
         if prompt_step_s := terms.prompt_step_s(worker):
             least += self.gaps(prompt_step_s / self._itl_s, self._slow_share)
         return least
@@ -100,13 +112,16 @@ class Costing:
         steps = -(-tokens // (chunk_tokens - chunk_tokens // CERTAIN if shares else chunk_tokens))
         pairs = chunk_pairs(cached, tokens) / steps
         step_s = worker.step_model.batch_s(running, worker.context_tokens, -(-tokens // steps), pairs)
-        queue_s, run_s = step_s if shares else terms.backlog_s, steps * step_s
+        queue_s, run_s = step_s if shares else self.wait_s(worker), steps * step_s
+        if queue_s < terms.backlog_s and not shares:
+            # What it passes has a part of the step in which it ends.
+            run_s += queue_s / CERTAIN
         ttft_s = queue_s + run_s
         ttft_cost = self.strain(ttft_s / self._ttft_s)
         disturbed = self._stalled(worker, terms, steps, step_s) if terms.answers else 0.0
         if worker.pending_prompt_tokens > tokens * worker.pending_prompts:
             # Shorter ones go first (turns.py).
-            then, now = (terms.backlog_s + run_s) / worker.slo.ttft_s, terms.backlog_s / worker.slo.ttft_s
+            then, now = (terms.backlog_s + steps * step_s) / worker.slo.ttft_s, terms.backlog_s / worker.slo.ttft_s
             disturbed += worker.pending_prompts * (self.strain(then) - self.strain(now))
         fits = terms.room_tokens >= prompt_tokens and not (
             worker.max_sequences and running + worker.awaited_sequences >= worker.max_sequences
@@ -203,9 +218,8 @@ class Costing:
         high_s = step_s(high)
         # Step times are convex in the chunk: what fits below the chord fits.
         chunk = high if high_s <= most_s else low + int((most_s - low_s) / (high_s - low_s) * (high - low))
-        pending, tokens = worker.pending_prompt_tokens, self.request.prompt_tokens
-        passes = pending <= chunk or pending >= tokens * CERTAIN * worker.pending_prompts
-        return chunk if passes else 0
+        pending = worker.pending_prompt_tokens
+        return chunk if pending <= chunk or self._passes(worker, pending) else 0
 
     def estimate(self, option: Option, reading: Reading, writing: Writing, link: LinkSnapshot, kv: Kv) -> Estimate:
         """Both strokes together. link: between the two workers; not looked at where they are one."""

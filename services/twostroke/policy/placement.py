@@ -137,7 +137,7 @@ def _pairs(costing: Costing, snapshot: ClusterSnapshot, listed: Shortlists, best
         reads = []
         for worker in listed.first(READERS, size):
             terms = worker.terms or terms_of(worker)
-            reads.append((terms.backlog_s, worker, terms.chunk_tokens))
+            reads.append((costing.wait_s(worker), worker, terms.chunk_tokens))
         _each_pair(costing, snapshot, Option.P_THEN_D, reads, listed.first(WRITERS, size), best)
         if best.estimate is not None or size >= listed.longest:
             return
@@ -154,7 +154,7 @@ def _each_pair(
 ) -> None:
     """All pairs. What cannot be the best by the least that it may cost is not costed.
 
-    reads: (backlog in seconds, reader, tokens of a chunk).
+    reads: (wait in seconds, reader, tokens of a chunk).
     """
     if not reads or not writers:
         return
@@ -169,8 +169,8 @@ def _each_pair(
     reads.sort(key=_first)
     writes.sort(key=_first)
     least_of_all = writes[0][0]
-    for backlog_s, reader, chunk_tokens in reads:
-        if best.fine and costing.least_reading(backlog_s) + least_of_all > best.most:
+    for wait_s, reader, chunk_tokens in reads:
+        if best.fine and costing.least_reading(wait_s) + least_of_all > best.most:
             break
         reading = costing.reading(reader, chunk_tokens)
         for least_write, writing in writes:
@@ -193,7 +193,7 @@ def _each_alone(costing: Costing, option: Option, workers: Sequence[WorkerSnapsh
             continue
         writing = costing.writing(worker)
         least_write = costing.least_writing(writing, 0.0)
-        if best.fine and costing.least_reading(writing.terms.backlog_s) + least_write > best.most:
+        if best.fine and costing.least_reading(costing.wait_s(worker)) + least_write > best.most:
             continue
         reading = costing.reading(worker)
         if not best.excludes(reading.least + least_write, reading, writing):

@@ -9,6 +9,7 @@ from twostroke.policy.cost import MANY, Costing
 from twostroke.policy.snapshot import WorkerSnapshot
 from twostroke.policy.step_model import chunk_pairs
 from twostroke.policy.terms import terms_of
+from twostroke.policy.turns import CERTAIN, passes
 
 READERS, WRITERS, WHOLE_ON_PREFILL, WHOLE_ON_DECODE = range(4)
 """Kinds of lists: who may read a prompt, write an answer, or do both."""
@@ -79,7 +80,17 @@ class Shortlists:
             name, answers = worker.worker, worker.running_sequences
             tokens = max(1, prompt_tokens - cached_tokens.get(name, 0))
             token_s = worker.prefill_token_s or _prefill_token_s(worker)
-            read = (worker.pending_prompt_tokens + tokens) * token_s * per_ttft
+            pending, prompts = worker.pending_prompt_tokens, worker.pending_prompts
+            if pending and passes(tokens, pending, prompts):
+                slo_ttft_s, step = worker.slo.ttft_s, min(pending, worker.step_budget_tokens)
+                now = pending * token_s / slo_ttft_s
+                then = now + tokens * token_s / slo_ttft_s
+                waits = then - now + (breach * (then - max(now, 1.0)) if then > 1 else 0.0)
+                read = (step + step // CERTAIN + tokens) * token_s * per_ttft
+                read = (read + breach * (read - 1) if read > 1 else read) + prompts * waits
+            else:
+                read = (pending + tokens) * token_s * per_ttft
+                read = read + breach * (read - 1) if read > 1 else read
             avoided = name in avoid
             if pairs and worker.reads_prompts:
                 readers.append((avoided, read, name, worker))
@@ -90,6 +101,10 @@ class Shortlists:
             write = write_s * per_itl + crowd * answers / (worker.max_sequences or MANY)
             last = avoided or prompt_tokens + answer_tokens >= terms.room_tokens
             if not writes:
+                # Prompts that come meanwhile make its steps long.
+                slow = max(terms.backlog_step_s, terms.prompt_step_s(worker), write_s) * per_itl
+                over = slow - 1 if slow > 1 else 0.0
+                write += weights.prompt_share * (slow + breach * over) + lost * (over if over < 1 else 1.0)
                 both.append((last, read + write, name, worker))
                 continue
             if writers_too:
@@ -102,7 +117,6 @@ class Shortlists:
                 if full > 1 and share > tail:
                     stall += lost * min(1.0, full - 1) * min(1.0, share / tail - 1)
                 stalls = (answers or 1) * stall
-                read = read + breach * (read - 1) if read > 1 else read
                 both.append((last, read + write + stalls, name, worker))
         return readers, writers, both
 

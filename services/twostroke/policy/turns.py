@@ -77,6 +77,12 @@ def divide(prompts: Sequence[Prompt], room_tokens: int, places: int, free_blocks
     return list(tokens.items())
 
 
+def passes(tokens: int, pending_tokens: int, pending_prompts: int) -> bool:
+    """Whether a prompt of so many tokens is certainly before those that are pending: one among them may be shorter than
+    they are on average."""
+    return 0 < pending_prompts * tokens * CERTAIN <= pending_tokens
+
+
 def beside_tokens(room_tokens: int) -> int:
     """What all prompts that go on get together of a step in which another ends."""
     return -(-room_tokens // CERTAIN)

@@ -23,7 +23,7 @@ def worker(name: str, reads: bool, writes: bool, **loads: object) -> WorkerSnaps
 
 
 def reader(name: str, pending: int = 0, **loads: object) -> WorkerSnapshot:
-    return worker(name, True, False, pending_prompt_tokens=pending, pending_prompts=bool(pending), **loads)
+    return worker(name, True, False, **{"pending_prompt_tokens": pending, "pending_prompts": bool(pending), **loads})
 
 
 def writer(name: str, running: int = 0, **loads: object) -> WorkerSnapshot:
@@ -222,7 +222,7 @@ def test_awaited_answers_take_places() -> None:
 
 def test_a_way_in_time_is_worth_much() -> None:
     """A decode worker alone is dearer for the answers on it, and the only way that ends in time."""
-    snapshot = cluster(reader("p", 30_000), writer("d", 8, slo=TIGHT))
+    snapshot = cluster(reader("p", 30_000, pending_prompts=6), writer("d", 8, slo=TIGHT))
     request = PlacementRequest(4000, expected_output_tokens=50, slo=Slo(ttft_s=20.0, itl_s=0.05))
     options = replace(ALL_WAYS, p_alone=False, lent_decoder=False)
     assert place(request, snapshot, options).option is Option.P_THEN_D
@@ -230,6 +230,27 @@ def test_a_way_in_time_is_worth_much() -> None:
     assert hurried.option is Option.D_ALONE
     assert hurried.chosen is not None
     assert hurried.chosen.finish_s < 5.0
+
+
+@pytest.mark.parametrize("budget", [512, 8192])
+def test_a_short_prompt_waits_for_a_step_and_not_for_the_long_ones(budget: int) -> None:
+    """A chat goes to prefill behind a document, unless its class cannot bear the step that is under way."""
+    document = {"step_budget_tokens": budget, "slo": Slo(60.0, 1.0)}
+    snapshot = cluster(reader("p", 30_000, **document), writer("d", 8, slo=TIGHT))
+    chat = PlacementRequest(60, slo=Slo(5.0, 0.05))
+    plan = place(chat, snapshot, replace(ALL_WAYS, d_alone=False, lent_decoder=False))
+    assert chosen(plan) == ("p", "d")
+    assert plan.chosen is not None
+    step_s = GPU.batch_s(0, 0, budget, 0.0)
+    assert step_s < plan.chosen.queue_s < 2 * step_s, "which also has the document's context"
+    assert plan.chosen.ttft_s < 1.5 * plan.chosen.queue_s, "and the document has a part of its own step only"
+    longest = place(replace(chat, prompt_tokens=7_500), snapshot, STRICT).chosen
+    behind = place(replace(chat, prompt_tokens=7_501), snapshot, STRICT).chosen
+    assert longest is not None
+    assert behind is not None
+    assert behind.queue_s > longest.queue_s + 3, "what is not much shorter may wait for all"
+    hurried = place(replace(chat, slo=Slo(0.1, 0.05)), snapshot, replace(ALL_WAYS, p_alone=False))
+    assert chosen(hurried) == (None, "d")
 
 
 def test_a_decode_worker_that_computes_a_long_prompt_does_not_get_the_answer() -> None:
@@ -291,17 +312,16 @@ def test_times_are_those_of_the_step_model() -> None:
 
 
 def test_no_way_in_time_is_refused_with_the_time_in_which_the_queue_drains() -> None:
-    queue = cluster(reader("p", 50_000), writer("d"))
+    queue = cluster(reader("p", 50_000, pending_prompts=5), writer("d"))
     tight = replace(LONG, deadline_s=9.0)
     plan = place(tight, queue, replace(ALL_WAYS, d_alone=False, lent_decoder=False))
     assert (plan.option, plan.decode) == (Option.REFUSE, "")
     soonest = min(plan.why, key=lambda each: each.finish_s)
     assert plan.retry_after_s == pytest.approx(soonest.finish_s - 9.0 * 1.1)
     assert soonest.queue_s > plan.retry_after_s > 1
-    later = replace(
-        reader("p"), pending_prompt_tokens=50_000 - int(50_000 * (plan.retry_after_s + 0.5) / soonest.queue_s)
-    )
-    after = place(tight, cluster(replace(later, pending_prompts=1), writer("d")), replace(ALL_WAYS, d_alone=False))
+    left = 50_000 - int(50_000 * (plan.retry_after_s + 0.5) / soonest.queue_s)
+    later = reader("p", left, pending_prompts=5)
+    after = place(tight, cluster(later, writer("d")), replace(ALL_WAYS, d_alone=False))
     assert after.option is not Option.REFUSE, "whoever comes back when told is served"
     assert place(tight, queue, replace(ALL_WAYS, d_alone=False, refuse=False)).option is not Option.REFUSE
     assert place(replace(tight, deadline_s=60.0), queue, ALL_WAYS).option is not Option.REFUSE

@@ -140,7 +140,7 @@ def test_a_changed_worker_is_costed_anew() -> None:
     workers = [dice.worker(0, "p", MODELS[0]), dice.worker(1, "d", MODELS[0])]
     request = PlacementRequest(5000)
     first = place(request, ClusterSnapshot(workers)).chosen
-    busier = [replace(worker, pending_prompt_tokens=90_000, pending_prompts=3) for worker in workers]
+    busier = [replace(worker, pending_prompt_tokens=90_000, pending_prompts=30) for worker in workers]
     second = place(request, ClusterSnapshot(busier)).chosen
     assert first is not None
     assert second is not None

@@ -49,7 +49,7 @@ def test_all_ways_lose_nothing_where_the_ratio_is_right() -> None:
 
 @pytest.mark.parametrize(
     ("lengths", "rate", "prefill", "decode", "strict_at_most", "all_at_least"),
-    [(DOCUMENTS, 3.0, 2, 2, 0.75, 0.9), (DOCUMENTS, 4.0, 2, 2, 0.2, 0.5), (MIXED, 4.0, 1, 3, 0.3, 0.8)],
+    [(DOCUMENTS, 3.0, 2, 2, 0.85, 0.9), (DOCUMENTS, 4.0, 2, 2, 0.55, 0.7), (MIXED, 4.0, 1, 3, 0.75, 0.9)],
     ids=["a little too few readers", "far too few", "one reader for everybody"],
 )
 def test_all_ways_make_up_for_a_wrong_ratio(

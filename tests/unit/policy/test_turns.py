@@ -45,17 +45,30 @@ class Worker:
         return got
 
 
-def test_a_short_prompt_is_in_the_next_step_and_the_long_one_has_the_rest() -> None:
-    for begun in range(8):
+def test_a_short_prompt_is_in_the_next_step_and_the_long_one_has_a_part_of_that() -> None:
+    for begun in range(7):
         worker = Worker()
         worker.add("long", 4096)
         for _ in range(begun):
             assert worker.step() == {"long": ROOM}
         worker.add("short", 32)
-        assert worker.step() == {"long": ROOM - 32, "short": 32}
+        assert worker.step() == {"long": ROOM // CERTAIN, "short": 32}
+        assert worker.step() == {"long": ROOM}
         while worker.left:
             worker.step()
         assert worker.done["long"] == 9
+
+
+def test_a_step_in_which_prompts_end_is_kept_short() -> None:
+    """A first token waits for it. Those that go on share a part of it; those that end have all the room they want."""
+    ending = [Prompt(30), Prompt(40), Prompt(3000), Prompt(2000), Prompt(1000)]
+    assert dict(divide(ending, ROOM, 0, 0)) == {0: 30, 1: 40, 4: ROOM // CERTAIN, 3: 0, 2: 0}
+    oldest = [Prompt(3000), Prompt(30), Prompt(2000)]
+    assert dict(divide(oldest, ROOM, 0, 0)) == {0: ROOM // CERTAIN, 1: 30, 2: 0}
+    assert dict(divide(oldest[:1] + oldest[2:], ROOM, 0, 0)) == {0: ROOM // CERTAIN, 2 - 1: ROOM - ROOM // CERTAIN}
+    nearly = [Prompt(3000), Prompt(ROOM - 20)]
+    assert dict(divide(nearly, ROOM, 0, 0)) == {0: ROOM // CERTAIN, 1: ROOM - ROOM // CERTAIN}, "it does not end"
+    assert dict(divide([Prompt(200), Prompt(30)], ROOM, 0, 0)) == {0: 200, 1: 30}, "both end"
 
 
 def test_of_equal_ones_the_older_is_first_and_done_first() -> None:
@@ -106,7 +119,7 @@ def test_memory_that_the_oldest_waits_for_is_not_taken_by_those_behind() -> None
     for _ in range(10):
         worker.add(f"{worker.steps}", 160)
         worker.step()
-    assert worker.done["all"] == 2 + 2 + 4
+    assert worker.done["all"] == 2 + 2 + 5
     assert min(steps for name, steps in worker.done.items() if name.isdigit() and int(name) > 4) > 8
 
 
@@ -115,7 +128,7 @@ def test_no_more_are_let_in_than_there_is_room_for() -> None:
     assert divide(prompts, ROOM, places=2, free_blocks=99) == [(0, 100), (1, 10), (3, 20)]
     assert divide(prompts, ROOM, places=9, free_blocks=7) == [(0, 100), (1, 10), (3, 20)]
     assert divide(prompts, ROOM, places=9, free_blocks=3) == [(1, 10)], "nobody is let in before the oldest"
-    assert divide(prompts, 20, places=9, free_blocks=99) == [(0, 0 + 5), (1, 10), (3, 5), (2, 0)]
+    assert divide(prompts, 20, places=9, free_blocks=99) == [(0, 5), (1, 10), (3, 0), (2, 0)]
     assert divide(prompts, 0, places=9, free_blocks=99) == [(0, 0), (1, 0), (3, 0), (2, 0)]
     assert divide([], ROOM, 1, 1) == []
 
