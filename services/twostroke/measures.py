@@ -87,10 +87,14 @@ class SloLimits:
     itl_s: float = 0.0
     tpot_s: float = 0.0
 
+    def faster(self, speed: float) -> SloLimits:
+        """The same limits on a machine that is so many times as fast."""
+        return SloLimits(self.ttft_s / speed, self.itl_s / speed, self.tpot_s / speed)
+
     def text(self) -> str:
         """As it is written on a command line."""
         parts = (("ttft", self.ttft_s), ("itl", self.itl_s), ("tpot", self.tpot_s))
-        return ",".join(f"{name}={value * 1e3:g}ms" for name, value in parts if value) or "none"
+        return ",".join(f"{name}={value * 1e3:.4g}ms" for name, value in parts if value) or "none"
 
 
 def parse_slo(text: str) -> SloLimits:

@@ -117,9 +117,11 @@ def comparisons(
 ) -> Iterator[dict[str, Value]]:
     """Measured and predicted, for each system, mix, kind and figure. error: |predicted - measured| / measured."""
     slo = next((parse_slo(str(row["slo"])) for row in rows if row["of"] == CHAT), SloLimits())
+    speed = next((found for row in rows if isinstance(found := row.get("speed"), int | float)), 1.0)
     for mix in dict.fromkeys(str(row["mix"]) for row in rows):
+        arrivals = traffic.paced(mixes[mix], speed)
         for system in dict.fromkeys(str(row["system"]) for row in rows if row["mix"] == mix):
-            figures = predicted(setup(system, profiles), mixes[mix], slo)
+            figures = predicted(setup(system, profiles), arrivals, slo)
             own = {str(row["of"]): row for row in rows if row["mix"] == mix and row["system"] == system}
             for kind, values in figures.items():
                 for figure, value in values.items():

@@ -191,7 +191,7 @@ async def test_what_was_measured_is_kept_when_it_is_interrupted(
     monkeypatch.setattr(command, "measure", interrupted)
     monkeypatch.setattr(command, "obtain", lambda *args: "/models/m")
     with pytest.raises(asyncio.CancelledError):
-        await command.compare(command.Options(2, {}, [System("one", 2048)], SLOS))
+        await command.compare(command.Options(2, {}, [System("one", 2048)], SLOS), 1.0)
     written = json.loads((tmp_path / "build" / "bench" / "serve.json").read_text())
     assert {row["system"] for row in written["rows"]} == {"one"}
     assert [each["value"] for each in written["checks"] if each["name"] == "runs of a system that broke off"] == [1]

@@ -1,14 +1,17 @@
 """`python -m twostroke.bench.serve`: one pool or two, under chats, documents and both.
 
-Every system serves the same mixes on the same cores, one system after the other, in rounds whose order rotates. Writes
-build/bench/serve.json and serve.html. Exit code 0 when all was measured, whatever came out; 1 when nothing could be.
+Every system serves the same mixes on the same cores, one system after the other, in rounds whose order rotates. First
+the machine's speed is measured: times of arrival and limits are divided by it, so that every machine is asked for as
+much as it can bear. Writes build/bench/serve.json and serve.html. Exit code 0 when all was measured, whatever came out;
+1 when nothing could be.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,12 +24,12 @@ from twostroke.bench.command import command_line, end, log_folder, make_app, mak
 from twostroke.bench.meter import Meter, machine_s
 from twostroke.bench.record import FOLDER, Record
 from twostroke.bench.running import Running, Say, running
-from twostroke.bench.serve import report, systems
+from twostroke.bench.serve import pace, report, systems
 from twostroke.bench.serve.page import report as html
 from twostroke.bench.serve.play import play
 from twostroke.bench.serve.stats import Played
 from twostroke.bench.serve.systems import System, stack
-from twostroke.bench.serve.traffic import CHAT, COMMITTED, DOCUMENT, Arrival, Mixes, bodies, read, shortened
+from twostroke.bench.serve.traffic import CHAT, COMMITTED, DOCUMENT, Arrival, Mixes, bodies, paced, read, shortened
 from twostroke.bench.stacks import cpu_devices
 from twostroke.config import child_environment
 from twostroke.errors import ConfigError, UnavailableError
@@ -56,6 +59,14 @@ class Options:
     systems: Sequence[System]
     slos: Mapping[str, SloLimits]
     """By kind of request."""
+    speed: float = 1.0
+    """By which times and limits were divided already."""
+
+    def at(self, speed: float) -> Options:
+        """The same on a machine that is so many times as fast."""
+        mixes = {mix: paced(arrivals, speed) for mix, arrivals in self.mixes.items()}
+        slos = {kind: slo.faster(speed) for kind, slo in self.slos.items()}
+        return replace(self, mixes=mixes, slos=slos, speed=self.speed * speed)
 
 
 @dataclass(slots=True)
@@ -141,8 +152,9 @@ def _print(made: report.Numbers, record: Record, console: Console) -> None:
     Record(record.name, record.command, checks=record.checks).print(console)
 
 
-async def compare(options: Options) -> None:
-    """The whole benchmark. Cancellation takes everything down, and writes what was measured."""
+async def compare(options: Options, speed: float | None) -> None:
+    """The whole benchmark. speed: of this machine; None measures it. Cancellation takes everything down, and writes
+    what was measured."""
     console = make_console()
     say = make_say(console)
     environment = child_environment()
@@ -151,6 +163,10 @@ async def compare(options: Options) -> None:
     for system in options.systems:
         # A flag that is none shows before the first minute has passed.
         stack(system, place.model, found, environment, options.slos)
+    if speed is None:
+        one = stack(systems.chosen([systems.ONE], ())[0], place.model, found, environment, options.slos)
+        speed = await pace.speed(one, say)
+    options = options.at(speed)
     record = Record("serve", command_line("serve"))
     results = Results()
     try:
@@ -168,7 +184,7 @@ async def compare(options: Options) -> None:
 def _write(record: Record, options: Options, results: Results, console: Console, say: Say) -> None:
     made = report.numbers(results.played, options.slos)
     keys = [(each.mix, each.system) for each in results.played]
-    report.rows(record, made, options.slos, {key: keys.count(key) for key in keys})
+    report.rows(record, made, options.slos, {key: keys.count(key) for key in keys}, options.speed)
     report.checks(record, made, options.systems)
     report.validity(record, made, results.texts, results.lost)
     page = FOLDER / "serve.html"
@@ -189,6 +205,18 @@ def _mixes(path: Path, names: Sequence[str], quick: bool) -> Mixes:
     return {name: shortened(each, QUICK_SECONDS, QUICK_DOCUMENT_TOKENS) for name, each in chosen.items()}
 
 
+def _speed(text: str) -> float | None:
+    if text == "auto":
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise ConfigError(f"--speed {text}: write auto, or a number such as 2.5")
+    return found
+
+
 def _sizes(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.isdigit() and int(part) > 0 for part in parts):
@@ -207,8 +235,13 @@ def main(
         str, typer.Option(metavar="LIST", help="Chunk sizes of the system 'chunked'; the best of several is compared.")
     ] = "128",
     arrivals: Annotated[Path, typer.Option(metavar="FILE", help="What is asked, and when.")] = COMMITTED,
-    chat_slo: Annotated[str, typer.Option(metavar="SLO", help="Limits of chats.")] = "ttft=1.5s,itl=500ms,tpot=250ms",
-    document_slo: Annotated[str, typer.Option(metavar="SLO", help="Limits of documents.")] = "ttft=20s,tpot=500ms",
+    chat_slo: Annotated[str, typer.Option(metavar="SLO", help="Limits of chats, at speed 1.")] = "ttft=1.5s,itl=200ms",
+    document_slo: Annotated[
+        str, typer.Option(metavar="SLO", help="Limits of documents, at speed 1.")
+    ] = "ttft=20s,tpot=500ms",
+    speed: Annotated[
+        str, typer.Option(metavar="auto|N", help="How many times as fast as the reference the machine is.")
+    ] = "auto",
     quick: Annotated[
         bool, typer.Option("--quick", help="One round of short mixes, documents of at most 2,048 tokens.")
     ] = False,
@@ -218,7 +251,8 @@ def main(
     async def work() -> None:
         slos = {CHAT: parse_slo(chat_slo), DOCUMENT: parse_slo(document_slo)}
         chosen = systems.chosen(names.split(","), _sizes(chunks))
-        await compare(Options(1 if quick else rounds, _mixes(arrivals, mixes.split(","), quick), chosen, slos))
+        found = Options(1 if quick else rounds, _mixes(arrivals, mixes.split(","), quick), chosen, slos)
+        await compare(found, _speed(speed))
 
     end("serve", work())
 

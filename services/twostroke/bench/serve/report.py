@@ -63,14 +63,22 @@ def numbers(played: Sequence[Played], slos: Mapping[str, SloLimits]) -> Numbers:
     return {mix: {name: medians(rounds) for name, rounds in by.items()} for mix, by in found.items()}
 
 
-def rows(record: Record, made: Numbers, slos: Mapping[str, SloLimits], rounds: Mapping[tuple[str, str], int]) -> None:
-    """One row per mix, system and part. rounds: how many there were of each mix and system."""
+def rows(
+    record: Record,
+    made: Numbers,
+    slos: Mapping[str, SloLimits],
+    rounds: Mapping[tuple[str, str], int],
+    speed: float = 1.0,
+) -> None:
+    """One row per mix, system and part. rounds: how many there were of each mix and system; speed: by which the file's
+    arrivals were divided."""
     for mix, by_system in made.items():
         for system, parts in by_system.items():
             for part, values in parts.items():
                 kind = CHAT if part == DURING else part
                 slo = slos[kind].text() if kind in slos else None
-                record.row(mix=mix, system=system, of=part, rounds=rounds[mix, system], slo=slo, **values)
+                asked = {"rounds": rounds[mix, system], "speed": speed, "slo": slo}
+                record.row(mix=mix, system=system, of=part, **asked, **values)
 
 
 def tables(made: Numbers) -> Iterator[Table]:

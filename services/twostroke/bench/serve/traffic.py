@@ -82,6 +82,11 @@ def shortened(arrivals: Sequence[Arrival], seconds: float, document_tokens: int)
     ]
 
 
+def paced(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:
+    """The same, so many times as fast."""
+    return [replace(each, arrival_s=each.arrival_s / speed) for each in arrivals]
+
+
 def bodies(arrivals: Sequence[Arrival], seed: str) -> list[bytes]:
     """A request for each, of random tokens: no two alike, the same ones for the same seed."""
     return [
