@@ -149,7 +149,14 @@ class Costing:
         if step_s <= alone_s:
             return 0.0
         share = steps / (self.request.expected_output_tokens or 1)
-        return terms.answers * (self.gaps(step_s / slo_s, share) - self.gaps(alone_s / slo_s, share))
+        return terms.answers * (self._stall(step_s / slo_s, share) - self._stall(alone_s / slo_s, share))
+
+    def _stall(self, ratio: float, share: float) -> float:
+        """Cost of such gaps to an answer that is there: as gaps(), but earlier prompts and later ones take its tail."""
+        if ratio <= 1:
+            return share * ratio
+        weights, over, used = self.weights, ratio - 1, share / self.weights.tail
+        return share * (ratio + weights.breach * over) + weights.lost * min(over, 1.0) * min(used, 1.0)
 
     def writing(self, worker: WorkerSnapshot) -> Writing:
         """The answer on a worker."""

@@ -114,8 +114,8 @@ class Shortlists:
                 slo_s = worker.slo.itl_s
                 full, share = (write_s + chunk * token_s) / slo_s, tokens / (chunk * answer_tokens)
                 stall = share * (full + breach * (full - 1) if full > 1 else full) - share * write_s / slo_s
-                if full > 1 and share > tail:
-                    stall += lost * min(1.0, full - 1) * min(1.0, share / tail - 1)
+                if full > 1:
+                    stall += lost * min(1.0, full - 1) * min(1.0, share / tail)
                 stalls = (answers or 1) * stall
                 both.append((last, read + write + stalls, name, worker))
         return readers, writers, both

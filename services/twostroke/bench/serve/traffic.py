@@ -22,9 +22,11 @@ KINDS = (CHAT, DOCUMENT)
 COMMITTED = Path(__file__).with_name("arrivals.jsonl")
 
 SEED = 7
-CHATS_PER_S = 0.8
-CHAT_JITTER_S = 0.3
-CHAT_PROMPT_TOKENS, CHAT_OUTPUT_TOKENS = (24, 64), (40, 56)
+CHATS_PER_S = 0.25
+CHAT_JITTER_S = 1.0
+CHAT_PROMPT_TOKENS, CHAT_OUTPUT_TOKENS = (24, 64), (120, 180)
+FIRST_OUTPUT_TOKENS = (60, 90, 120, 150)
+"""Of the chats with which a mix begins, so that as many run from the start as do later."""
 DOCUMENT_OUTPUT_TOKENS = 16
 
 
@@ -106,18 +108,22 @@ def make() -> Mixes:
     """The mixes that come with the benchmark. `long` is for who has the time: a document of 7,000 tokens."""
     source = random.Random(SEED)  # noqa: S311 repeatable, not secret
     return {
-        "chat": _chats(source, 12.5),
+        "chat": _chats(source, 20.0),
         "documents": _documents((0.0, 4096), (2.0, 2048), (6.0, 4096)),
-        "mixed": _merged(_chats(source, 30.0), _documents((4.0, 4096), (7.0, 2048), (12.0, 4096))),
+        "mixed": _merged(_chats(source, 32.0), _documents((4.0, 4096), (7.0, 2048), (12.0, 4096))),
         "long": _merged(_chats(source, 70.0), _documents((4.0, 7000), (12.0, 4096))),
     }
 
 
 def _chats(source: random.Random, seconds: float) -> list[Arrival]:
-    """Steady: one after the other, each a little early or late."""
-    return [
+    """Steady: as many as run at a time, then one after the other, each a little early or late."""
+    first = [
+        Arrival(round(0.5 * index, 3), CHAT, source.randint(*CHAT_PROMPT_TOKENS), tokens)
+        for index, tokens in enumerate(FIRST_OUTPUT_TOKENS)
+    ]
+    return first + [
         Arrival(
-            round((index + 0.5) / CHATS_PER_S + source.uniform(-CHAT_JITTER_S, CHAT_JITTER_S), 3),
+            round((index + 0.75) / CHATS_PER_S + source.uniform(-CHAT_JITTER_S, CHAT_JITTER_S), 3),
             CHAT,
             source.randint(*CHAT_PROMPT_TOKENS),
             source.randint(*CHAT_OUTPUT_TOKENS),
