@@ -91,6 +91,12 @@ class WorkerSettings(_ProcessSettings):
     dtype: str = Field("auto", description="Element type of weights and KV; auto is float32 on CPU, else the model's.")
     max_model_len_tokens: int = Field(0, ge=0, description="Longest sequence; 0 is the model's own.")
     step_budget_tokens: int = Field(512, gt=0, description="Most tokens one engine step computes.")
+    most_step_s: float = Field(
+        1.0,
+        ge=0,
+        description="How long a step is to take at most while short prompts come, so that they wait no longer; 0 is no "
+        "bound. Long prompts beside them take longer for it.",
+    )
     max_sequences: int = Field(64, gt=0, description="Most sequences one engine step runs.")
     kv_bytes: int = Field(0, ge=0, description="KV memory; 0 lets the engine choose (2 GiB on CPU).")
     kv_connector: KvConnector = Field(

@@ -72,6 +72,8 @@ class EngineInfo:
     """Parts of the start with their durations in milliseconds, in order."""
     kv_endpoint: KvEndpoint = field(default_factory=KvEndpoint)
     """Where other engines read its KV."""
+    most_step_s: float = 0.0
+    """How long its steps with prompts are to take at most; 0 is no bound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,8 @@ class WorkerSnapshot:
     """Most tokens that one step computes."""
     max_sequences: int
     """Most sequences that one step runs; 0 is no limit."""
+    most_step_s: float
+    """How long a step with prompts is to take at most; 0 is no bound."""
     slo: Slo
     """The tightest class among what is pending and running here."""
     step_model: StepModel
@@ -95,6 +97,7 @@ class WorkerSnapshot:
         step_model: StepModel = DEFAULT_STEP_MODEL,
         prefill_token_s: float = 0.0,
         awaited_sequences: int = 0,
+        most_step_s: float = 0.0,
     ) -> None:
         self.worker = worker
         self.reads_prompts = reads_prompts
@@ -113,6 +116,7 @@ class WorkerSnapshot:
         self.step_model = step_model
         self.prefill_token_s = prefill_token_s
         self.awaited_sequences = awaited_sequences
+        self.most_step_s = most_step_s
         self.terms = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from twostroke.policy.snapshot import LinkSnapshot, WorkerSnapshot
 from twostroke.policy.step_model import chunk_pairs
+from twostroke.policy.turns import room_within
 
 
 class Terms:
@@ -39,9 +40,13 @@ class Terms:
             base_s, slope_s = model.decode_terms(answers)
             self.alone_s = base_s + slope_s * context
         self.base_s, self.slope_s = model.decode_terms(running + 1)
-        if (tokens := worker.pending_prompt_tokens) > 0:
+        tokens, prompts = worker.pending_prompt_tokens, max(1, worker.pending_prompts)
+        if most_s := worker.most_step_s:
+            # A half of each is computed in the mean.
+            depth = tokens // prompts // 2
+            self.chunk_tokens = chunk = max(1, room_within(most_s, chunk, model, running, context, depth))
+        if tokens > 0:
             steps = -(-tokens // chunk)
-            prompts = max(1, worker.pending_prompts)
             pairs = prompts * chunk_pairs(0, -(-tokens // prompts)) / steps
             self.backlog_step_s = model.batch_s(running, context, -(-tokens // steps), pairs)
             self.backlog_s = steps * self.backlog_step_s

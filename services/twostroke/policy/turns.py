@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from twostroke.policy.step_model import StepModel, chunk_pairs
+
 CERTAIN = 4
 """One part in so many of a step's room is for the oldest prompt, and for all that go on in a step in which one ends."""
 
@@ -75,6 +77,37 @@ def divide(prompts: Sequence[Prompt], room_tokens: int, places: int, free_blocks
             else:
                 ends = True
     return list(tokens.items())
+
+
+SHORT_S = 5.0
+"""Steps are bounded while the last short prompt came no longer ago: long ones pay for it with a tenth and more."""
+LEAST_ROOM = 32
+"""Tokens for prompts that a step has at least, however long it takes, and by which its room is made smaller."""
+
+
+def room_within(
+    most_s: float, room_tokens: int, model: StepModel, answers: int, context_tokens: int, depth_tokens: int
+) -> int:
+    """Of a step's room for prompts, so much that the step takes no longer than it is to.
+
+    answers, context_tokens: of the step besides; depth_tokens: computed before of the prompt that gets most of it.
+    """
+    if room_tokens <= LEAST_ROOM:
+        return room_tokens
+    full_s = model.batch_s(answers, context_tokens, room_tokens, chunk_pairs(depth_tokens, room_tokens))
+    if full_s <= most_s:
+        return room_tokens
+    least_s = model.batch_s(answers, context_tokens, LEAST_ROOM, chunk_pairs(depth_tokens, LEAST_ROOM))
+    if least_s >= most_s:
+        return LEAST_ROOM
+    # Step times are convex in the tokens: what fits below the chord fits.
+    more = int((most_s - least_s) / (full_s - least_s) * (room_tokens - LEAST_ROOM))
+    return LEAST_ROOM + more // LEAST_ROOM * LEAST_ROOM
+
+
+def is_short(tokens: int, room_tokens: int) -> bool:
+    """Whether a prompt that comes is little of a step: such are to wait no long step for others."""
+    return tokens * CERTAIN <= room_tokens
 
 
 def passes(tokens: int, pending_tokens: int, pending_prompts: int) -> bool:

@@ -245,6 +245,7 @@ class Member:
             total_blocks=self.info.total_blocks,
             step_budget_tokens=self.info.step_budget_tokens,
             max_sequences=self.info.max_sequences,
+            most_step_s=self.info.most_step_s,
         )
 
     def release(self, request_id: str) -> None:

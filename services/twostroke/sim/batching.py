@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from heapq import heappop
 
-from twostroke.policy.turns import CERTAIN, beside_tokens
+from twostroke.policy.turns import CERTAIN, SHORT_S, beside_tokens, is_short, room_within
 from twostroke.sim.clock import exact
 from twostroke.sim.decoding import Decoding
 from twostroke.sim.gaps import Gaps
@@ -48,10 +48,19 @@ class Batching(Decoding):
         self._joining: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
         self._chunks: list[tuple[Sequence, int]] = []
+        self._short_s = -SHORT_S
+        """When a short prompt was here last."""
 
     def _schedule(self, now_s: float, admit: bool) -> bool:
         """Fills the step with chunks of prompts; False when there is room for none."""
-        budget = self.limits.budget_tokens - self.decoding
+        limits = self.limits
+        budget = limits.budget_tokens - self.decoding
+        if most_s := limits.most_step_s:
+            if self._by_length and is_short(self._by_length[0][0], budget):
+                self._short_s = now_s
+            if now_s < self._short_s + SHORT_S:
+                depth = max((each.computed for each in self._prefilling), default=0)
+                budget = room_within(most_s, budget, limits.model, self.decoding, self.context_sum, depth)
         chunks = (self._shares if self._shortest_first else self._in_order)(budget, admit, now_s)
         if not chunks:
             return False
@@ -63,7 +72,7 @@ class Batching(Decoding):
         run = self._run
         run.steps = 1
         run.delta_s = 0.0
-        run.first_s = exact(self.limits.model.batch_s(self.decoding, self.context_sum, tokens, pairs, len(chunks)))
+        run.first_s = exact(limits.model.batch_s(self.decoding, self.context_sum, tokens, pairs, len(chunks)))
         return True
 
     def _in_order(self, budget: int, admit: bool, now_s: float) -> list[tuple[Sequence, int]]:

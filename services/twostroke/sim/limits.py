@@ -16,7 +16,8 @@ class Limits:
     """Limits of one kind of replica; all of the kind share one, and with it the model's decode terms.
 
     blocks, block_tokens: the KV cache. budget_tokens: most tokens of a step. sequences: most of a step. unit_tokens:
-    tokens of one prefix hash, a multiple of block_tokens; 0 for no prefix cache.
+    tokens of one prefix hash, a multiple of block_tokens; 0 for no prefix cache. most_step_s: how long a step with
+    prompts is to take at most; 0 is no bound.
     """
 
     __slots__ = (
@@ -24,6 +25,7 @@ class Limits:
         "blocks",
         "budget_tokens",
         "model",
+        "most_step_s",
         "prefill_token_s",
         "sequences",
         "terms",
@@ -39,6 +41,7 @@ class Limits:
         budget_tokens: int,
         sequences: int,
         unit_tokens: int = 0,
+        most_step_s: float = 0.0,
     ) -> None:
         self.model = model
         self.blocks = blocks
@@ -46,6 +49,7 @@ class Limits:
         self.budget_tokens = budget_tokens
         self.sequences = min(sequences, budget_tokens)
         self.unit_tokens = unit_tokens
+        self.most_step_s = most_step_s
         self.terms: dict[int, tuple[float, float]] = {}
         chunk = min(budget_tokens, 2048)
         self.prefill_token_s = model.step_s(StepBatch(0, 0, chunk, chunk * chunk / 2, 1)) / chunk

@@ -64,6 +64,8 @@ class ReplicaSpec:
     """Whose efficiency is taken: vllm, trtllm or sglang."""
     budget_tokens: int = 0
     """Most tokens of a step; 0 is the engine's usual: 8192 for a model on sheets, the worker's own for a profile."""
+    most_step_s: float = 0.0
+    """How long a step with prompts is to take at most; 0 is no bound."""
     sequences: int = 0
     block_tokens: int = 16
     unit_tokens: int = 0
@@ -172,6 +174,7 @@ def _profiled(spec: ReplicaSpec, profile: Profile) -> Replica:
             budget_tokens=spec.budget_tokens or profile.step_budget_tokens,
             sequences=spec.sequences or profile.max_sequences,
             unit_tokens=_whole_unit(spec.unit_tokens, profile.block_size_tokens),
+            most_step_s=spec.most_step_s,
         ),
         dollars_per_hour=spec.dollars_per_hour,
         start_s=spec.start_s,
@@ -188,6 +191,7 @@ def _limits(spec: ReplicaSpec, model: StepModel, blocks: int, budget_tokens: int
         budget_tokens=budget_tokens,
         sequences=sequences,
         unit_tokens=_whole_unit(spec.unit_tokens, spec.block_tokens),
+        most_step_s=spec.most_step_s,
     )
 
 

@@ -110,6 +110,7 @@ class Worker:
             total_blocks=store.total,
             step_budget_tokens=limits.budget_tokens,
             max_sequences=limits.sequences,
+            most_step_s=limits.most_step_s,
             slo=self.slo,
             step_model=limits.model,
             prefill_token_s=limits.prefill_token_s,

@@ -51,6 +51,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             vocab_size=info.vocab_size,
             total_blocks=info.total_blocks,
             step_budget_tokens=info.step_budget_tokens,
+            most_step_s=info.most_step_s,
             max_sequences=info.max_sequences,
             layout=info.layout,
             start_phases=[pb.StartPhase(name=name, duration_ms=ms) for name, ms in info.start_phases],

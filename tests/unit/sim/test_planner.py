@@ -102,7 +102,7 @@ def test_tight_gaps_want_two_pools(model: str) -> None:
 
 
 def test_loose_gaps_want_one_pool(model: str) -> None:
-    asked = question(model, "500/200", "3", "ttft=2s,tpot=60ms")
+    asked = question(model, "200/200", "3", "ttft=2s,tpot=60ms")
     lab = Lab(asked, processes=1)
     with lab.open():
         found = search(lab, space(model, "3", sequences=(64,)), 16, lambda text: None, 300)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from twostroke.bench.serve.traffic import CHAT
 from twostroke.bench.stacks import VLLM_ROUTER_INSTALL, Builder, Served, Stack, vllm_router_installed
 from twostroke.errors import ConfigError
 from twostroke.launch.devices import Devices
@@ -20,6 +21,8 @@ DEFAULT_CHUNK_TOKENS = 2048
 """vLLM's own on such a machine."""
 _OUR_CHUNK_TOKENS = 512
 """Our workers' own."""
+AIM = 0.65
+"""Of the limit for the time between tokens."""
 _KV_BYTES = 1 << 30
 _MAX_MODEL_LEN_TOKENS = 8192
 
@@ -30,9 +33,18 @@ def router_args(system: str, slos: Mapping[str, SloLimits]) -> tuple[str, ...]:
     return {STRICT: ("--placement=strict",), ALL: ("--placement=all",)}[system] + (f"--slo={classes}",)
 
 
+def worker_args(slos: Mapping[str, SloLimits]) -> tuple[str, ...]:
+    """What our workers are told: a chat that waits for a step has a third of its limit left for its own."""
+    ttft_s = slos[CHAT].ttft_s if CHAT in slos else 0.0
+    return (f"--most-step-s={ttft_s / 1.5:.3g}",) if ttft_s else ()
+
+
 def _class(slo: SloLimits) -> str:
-    """As --slo has it: one limit for the time between tokens, where 0 is none here and 1000 s there."""
-    between_s = min(slo.itl_s or math.inf, slo.tpot_s or math.inf)
+    """As --slo has it: one limit for the time between tokens, where 0 is none here and 1000 s there.
+
+    Routers aim lower than what is promised: what they predict is the middle of what comes.
+    """
+    between_s = AIM * min(slo.itl_s or math.inf, slo.tpot_s or math.inf)
     return f"{min(slo.ttft_s or math.inf, 1e3) * 1e3:g}/{min(between_s, 1e3) * 1e3:g}"
 
 
@@ -68,7 +80,7 @@ def stack(
     served = Served(model, _KV_BYTES * 2 // engines, _MAX_MODEL_LEN_TOKENS, system.chunk_tokens)
     builder = Builder(served, devices, environment)
     if system.name in OURS:
-        made = builder.twostroke(router_args=router_args(system.name, slos))
+        made = builder.twostroke(worker_args(slos), router_args(system.name, slos))
     else:
         make = {ROUND_ROBIN: builder.round_robin, VLLM_ROUTER: builder.vllm_router}
         made = make.get(system.name, builder.one)()

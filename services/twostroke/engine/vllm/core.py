@@ -100,9 +100,11 @@ class VllmEngine:
         weights = await self._client.collective_rpc_async("twostroke_weights")
         prior = step_prior(self._config, layout, weights)
         hashing = await self._client.call_utility_async("twostroke_block_hashing")
+        await self._client.call_utility_async("twostroke_most_step_s", settings.most_step_s)
         self._info = engine_info(
-            self._config, layout, vllm.__version__, phases.durations_ms, endpoint, prior, block_hashing(hashing)
-        )
+            self._config, layout, vllm.__version__, phases.durations_ms, endpoint, prior, block_hashing(hashing),
+            settings.most_step_s,
+        )  # fmt: skip
         return self._info
 
     def _new_handoffs(self) -> Handoffs:

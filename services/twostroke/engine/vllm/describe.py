@@ -71,6 +71,7 @@ def engine_info(
     endpoint: KvEndpoint,
     prior: LinearStepModel,
     block_hashing: BlockHashing | None,
+    most_step_s: float,
 ) -> EngineInfo:
     """What the engine is, once it has started."""
     return EngineInfo(
@@ -87,4 +88,5 @@ def engine_info(
         block_hashing=block_hashing,
         start_phases=tuple(phases),
         kv_endpoint=endpoint,
+        most_step_s=most_step_s,
     )

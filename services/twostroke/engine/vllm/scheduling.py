@@ -23,6 +23,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from twostroke.engine.base import StepSample
+from twostroke.engine.vllm.pace import Pace
 from twostroke.engine.vllm.report import CHUNK_ARG, REPORT, Report, change_row, sample_row
 from twostroke.policy.kv_events import Change, Cleared, Removed, Stored
 from twostroke.policy.step_model import StepBatch, chunk_pairs
@@ -43,6 +44,14 @@ def block_hashing(core: Any) -> tuple[str, bytes, int] | None:
 
 
 EngineCore.twostroke_block_hashing = block_hashing
+
+
+def bound_steps(core: Any, most_step_s: float) -> None:
+    """From now on steps with prompts are to take no longer; 0 is no bound. A utility of EngineCore as well."""
+    core.scheduler.most_step_s = most_step_s
+
+
+EngineCore.twostroke_most_step_s = bound_steps
 
 
 class _KeptEvents(EventPublisher):
@@ -71,6 +80,8 @@ class SharingScheduling(Scheduler):
         self._ended_s: float | None = None
         """When the last step ended, if the engine goes on at once."""
         self._samples: list[StepSample] = []
+        self.most_step_s = 0.0
+        self._pace = Pace()
         self._kept = _KeptEvents()
         groups = len(self.kv_cache_config.kv_cache_groups)
         self.tells_blocks = self.enable_kv_cache_events and groups == 1 and self.hash_block_size == self.block_size
@@ -102,11 +113,17 @@ class SharingScheduling(Scheduler):
         found = {request.request_id: request for request in (*begun, *waiting)}
         by_age = [found[name] for name in self.requests if name in found and not self._was_refused(found[name])]
         room = max(0, self.max_num_scheduled_tokens - self._other_tokens(bool(others)))
+        prompts = [self._prompt(request) for request in by_age]
+        come = [each.left_tokens for each in prompts if each.blocks is not None]
+        if self.most_step_s and self._pace.bounds(come, room):
+            answers = [each.num_computed_tokens for each in self.running if not each.is_prefill_chunk]
+            depth = max((each.num_computed_tokens for each in begun), default=0)
+            room = self._pace.room(self.most_step_s, room, len(answers), sum(answers), depth)
         places = self.max_num_active_reqs - len(self.running)
         # Those that run are to find the memory that they need yet.
         needed = sum(-(-(each.num_tokens - each.num_computed_tokens) // self.block_size) for each in begun)
         free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() - needed
-        shares = divide([self._prompt(request) for request in by_age], room, places, free_blocks)
+        shares = divide(prompts, room, places, free_blocks)
         self._shares = {by_age[index].request_id: tokens for index, tokens in shares}
         let_in = [by_age[index] for index, tokens in shares if tokens]
         let_in = [request for request in let_in if request.status != RequestStatus.RUNNING]
@@ -197,7 +214,9 @@ class SharingScheduling(Scheduler):
             _, batch, begun_s = self._under_way.popleft()
             took_s = now_s - (begun_s if self._ended_s is None else self._ended_s)
             # What this worker can do by itself is what it promises: work on spare cores counts as done on its own.
-            self._samples.append(StepSample(batch, took_s + getattr(model_runner_output, "spared_s", 0.0)))
+            own_s = took_s + getattr(model_runner_output, "spared_s", 0.0)
+            self._samples.append(StepSample(batch, own_s))
+            self._pace.observe(batch, own_s, took_s)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._ended_s = now_s if self.running or self._under_way else None
         return outputs
