@@ -24,16 +24,16 @@ both = pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahe
 
 
 @both
-def test_a_short_prompt_is_in_the_next_step_and_the_long_one_has_the_rest(
+def test_a_short_prompt_is_in_the_next_step_and_the_long_one_has_a_part_of_that(
     family: Callable[..., Family], ahead: bool
 ) -> None:
     e = family(ahead=ahead)
     e.add("long", prompt(200), 1)
     assert e.step() == {"long": 64}
     e.add("short", prompt(12, 500), 1)
-    assert e.step() == {"long": 52, "short": 12}
+    assert e.step() == {"long": 16, "short": 12}
     assert e.step() == {"long": 64}
-    assert e.step() == {"long": 20}
+    assert e.step() == {"long": 56}
     assert not e.scheduler.has_unfinished_requests()
 
 
@@ -43,7 +43,7 @@ def test_steps_that_are_scheduled_ahead_are_shared_as_well(family: Callable[...,
     first, _ = e.plan()
     e.add("short", prompt(12, 500), 4)
     second, shares = e.plan()
-    assert shares == {"long": 52, "short": 12}
+    assert shares == {"long": 16, "short": 12}
     e.end(first)
     third, shares = e.plan()
     assert shares == {"long": 63, "short": 1}, "the answer first"
@@ -84,7 +84,7 @@ def test_answers_go_first_and_prompts_share_the_rest(family: Callable[..., Famil
     e.step()
     e.add("long", prompt(150, 900), 1)
     e.add("short", prompt(9, 2000), 1)
-    assert e.step() == {"a": 1, "b": 1, "long": 53, "short": 9}
+    assert e.step() == {"a": 1, "b": 1, "long": 16, "short": 9}
 
 
 def test_what_cannot_be_let_in_takes_nothing_from_those_that_run(family: Callable[..., Family]) -> None:
@@ -102,7 +102,7 @@ def test_what_cannot_be_let_in_takes_nothing_from_those_that_run(family: Callabl
     e.add("later", prompt(40, 3000), 1)
     assert e.step() == {"big": 64}
     assert e.step() == {"big": 56}
-    assert e.step() == {"small": 40, "later": 24}
+    assert e.step() == {"small": 40, "later": 16}
 
 
 def test_what_is_to_be_fetched_does_not_wait_for_prompts(family: Callable[..., Family]) -> None:
@@ -194,6 +194,40 @@ def test_blocks_are_told_under_the_hashes_that_a_router_computes(family: Callabl
     e.step()
     heard()
     assert len(journal) == 0
+
+
+def test_steps_are_bounded_while_short_prompts_come(
+    family: Callable[..., Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token takes 10 ms here, and a step is to take 400 at most."""
+    from twostroke.engine.vllm import scheduling
+    from twostroke.policy.turns import SHORT_S
+
+    now_s = [100.0]
+    monkeypatch.setattr(scheduling, "time", type("Clock", (), {"monotonic": lambda: now_s[0]}))
+    e = family()
+
+    def step() -> dict[str, int]:
+        planned, shares = e.plan()
+        now_s[0] += 0.01 * sum(shares.values())
+        e.end(planned)
+        return shares
+
+    scheduling.bound_steps(e, 0.4)
+    for number in range(8):
+        e.add(f"{number}", prompt(50, 100 * number), 1)
+        step()
+    e.add("long", prompt(300, 5000), 1)
+    assert step() == {"long": 64}, "nobody short came"
+    e.add("short", prompt(12, 6000), 1)
+    assert step() == {"long": 16, "short": 12}
+    assert step() == {"long": 32}
+    now_s[0] += SHORT_S
+    assert step() == {"long": 64}
+    scheduling.bound_steps(e, 0.0)
+    e.add("another", prompt(12, 7000), 1)
+    step()
+    assert step() == {"long": 64}
 
 
 def test_work_on_spare_cores_counts_as_done_on_own_ones(family: Callable[..., Family]) -> None:

@@ -214,7 +214,7 @@ def _replayed(path: Path, spec: ReplicaSpec) -> Row:
     """A served trace on a card that was never fitted on, simulated with its queue."""
     traffic, slo = TrafficSpec(trace=path).make(), SloLimits()
     fleet = FleetSpec(spec, both=1).make(traffic)
-    cluster = Cluster(fleet, traffic, make_placer("one-pool", fleet, traffic, slo))
+    cluster = Cluster(fleet, traffic, make_placer("round-robin", fleet, traffic, slo))
     cluster.run()
     found = summarise(cluster, slo)
     lines = list(csv.DictReader(path.read_text().splitlines()))

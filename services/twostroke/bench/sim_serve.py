@@ -54,13 +54,16 @@ class Setup:
     policy: str
 
 
-def setup(label: str, profiles: Mapping[str, ReplicaSpec]) -> Setup:
-    """The system of that label in the record of bench-serve. Raises ConfigError for one that is not known."""
+def setup(label: str, profiles: Mapping[str, ReplicaSpec], slo: SloLimits) -> Setup:
+    """The system of that label in the record of bench-serve; slo: of chats. Raises ConfigError for one that is not
+    known."""
     whole, half = profiles[ALL_CORES], profiles[ONE_CORE]
     usual = replace(half, budget_tokens=systems.DEFAULT_CHUNK_TOKENS)
-    pair = FleetSpec(half, prefill=1, decode=1)
+    pair = FleetSpec(replace(half, most_step_s=systems.most_step_s(slo)), prefill=1, decode=1)
     known = {
-        systems.ONE: Setup(FleetSpec(replace(whole, budget_tokens=systems.DEFAULT_CHUNK_TOKENS), both=1), "one-pool"),
+        systems.ONE: Setup(
+            FleetSpec(replace(whole, budget_tokens=systems.DEFAULT_CHUNK_TOKENS), both=1), "round-robin"
+        ),
         systems.ROUND_ROBIN: Setup(FleetSpec(usual, both=2), "round-robin"),
         systems.VLLM_ROUTER: Setup(
             FleetSpec(usual, prefill=1, decode=1, overlap=False, decode_first_token=True), "round-robin"
@@ -73,7 +76,7 @@ def setup(label: str, profiles: Mapping[str, ReplicaSpec]) -> Setup:
     name, _, size = label.partition("-")
     if name != "chunk" or not size.isdigit():
         raise ConfigError(f"bench-serve has measured {label}, which is not simulated here; update {__name__}")
-    return Setup(FleetSpec(replace(whole, budget_tokens=int(size)), both=1), "one-pool")
+    return Setup(FleetSpec(replace(whole, budget_tokens=int(size)), both=1), "round-robin")
 
 
 def traffic_of(arrivals: Sequence[Arrival], name: str) -> Traffic:
@@ -87,7 +90,8 @@ def predicted(chosen: Setup, arrivals: Sequence[Arrival], slo: SloLimits) -> dic
     or, where there are none, of documents: a mix's other gaps are few."""
     asked = traffic_of(arrivals, "bench-serve")
     fleet = chosen.fleet.make(asked)
-    cluster = Cluster(fleet, asked, make_placer(chosen.policy, fleet, asked, slo), gap_limit_s=slo.itl_s)
+    aimed = replace(slo, itl_s=slo.itl_s * systems.AIM)
+    cluster = Cluster(fleet, asked, make_placer(chosen.policy, fleet, asked, aimed), gap_limit_s=slo.itl_s)
     if not cluster.run():
         raise KeyboardInterrupt
     records = cluster.records
@@ -121,7 +125,7 @@ def comparisons(
     for mix in dict.fromkeys(str(row["mix"]) for row in rows):
         arrivals = traffic.paced(mixes[mix], speed)
         for system in dict.fromkeys(str(row["system"]) for row in rows if row["mix"] == mix):
-            figures = predicted(setup(system, profiles), arrivals, slo)
+            figures = predicted(setup(system, profiles, slo), arrivals, slo)
             own = {str(row["of"]): row for row in rows if row["mix"] == mix and row["system"] == system}
             for kind, values in figures.items():
                 for figure, value in values.items():

@@ -113,7 +113,7 @@ def test_systems_are_chosen_by_name_and_chunk_size() -> None:
     assert [each.chunk_tokens for each in chosen(["one", "strict"], [64])] == [2048, 512]
     with pytest.raises(ConfigError, match="--systems two: choose among one,"):
         chosen(["one", "two"], [64])
-    assert router_args("all", SLOS) == ("--placement=all", "--slo=chat=1500/250,document=40000/1e+06")
+    assert router_args("all", SLOS) == ("--placement=all", "--slo=chat=1500/162.5,document=40000/1e+06")
 
 
 def test_every_system_has_the_same_kv_memory_in_all(monkeypatch: pytest.MonkeyPatch) -> None:

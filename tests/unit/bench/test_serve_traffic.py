@@ -11,10 +11,12 @@ from twostroke.bench.serve.traffic import (
     bodies,
     lines,
     make,
+    paced,
     read,
     shortened,
 )
 from twostroke.errors import ConfigError
+from twostroke.measures import SloLimits
 
 GOOD = '{"mix": "m", "arrival_s": 1.5, "kind": "chat", "prompt_tokens": 3, "output_tokens": 2}'
 
@@ -72,3 +74,9 @@ def test_bodies_ask_for_the_lengths_of_the_arrivals_and_repeat_with_the_seed() -
     assert [each["max_tokens"] for each in asked] == [2, 3]
     assert asked[0]["prompt"] != asked[1]["prompt"]
     assert bodies(mix, "x 0") == bodies(mix, "x 0") != bodies(mix, "x 1")
+
+
+def test_a_faster_machine_is_asked_faster() -> None:
+    arrivals = [Arrival(0.0, CHAT, 3, 2), Arrival(3.0, DOCUMENT, 9, 2)]
+    assert paced(arrivals, 1.5) == [Arrival(0.0, CHAT, 3, 2), Arrival(2.0, DOCUMENT, 9, 2)]
+    assert SloLimits(1.5, 0.2, 0.0).faster(2.0) == SloLimits(0.75, 0.1, 0.0)

@@ -32,7 +32,7 @@ def profiles(tmp_path: Path) -> dict[str, ReplicaSpec]:
 
 def test_a_lone_chat_is_predicted_exactly(profiles: dict[str, ReplicaSpec]) -> None:
     chat = [Arrival(1.0, CHAT, 100, 20)]
-    found = sim_serve.predicted(sim_serve.setup(systems.ONE, profiles), chat, SloLimits(itl_s=0.25))
+    found = sim_serve.predicted(sim_serve.setup(systems.ONE, profiles, SloLimits()), chat, SloLimits(itl_s=0.25))
     half_step_s = STEP_S / 2
     assert found[CHAT]["ttft_p50_s"] == pytest.approx(half_step_s + 100 * TOKEN_S / 2 + 0.001, rel=0.01)
     assert found[CHAT]["itl_p50_ms"] == pytest.approx(half_step_s * 1e3, rel=0.01)
@@ -42,7 +42,7 @@ def test_a_lone_chat_is_predicted_exactly(profiles: dict[str, ReplicaSpec]) -> N
 def test_every_system_runs_on_its_own_cores(profiles: dict[str, ReplicaSpec]) -> None:
     arrivals = [Arrival(0.1 * index, CHAT, 20, 50) for index in range(8)] + [Arrival(1.0, DOCUMENT, 4000, 4)]
     pair, whole = (
-        sim_serve.predicted(sim_serve.setup(label, profiles), arrivals, SloLimits(itl_s=0.25))
+        sim_serve.predicted(sim_serve.setup(label, profiles, SloLimits()), arrivals, SloLimits(itl_s=0.25))
         for label in (systems.STRICT, "chunk-512")
     )
     assert pair[CHAT]["itl_p50_ms"] == pytest.approx(STEP_S * 1e3, rel=0.01)
@@ -56,7 +56,7 @@ def test_every_system_runs_on_its_own_cores(profiles: dict[str, ReplicaSpec]) ->
     "label", [systems.ONE, "chunk-128", systems.ROUND_ROBIN, systems.VLLM_ROUTER, systems.STRICT, systems.ALL]
 )
 def test_every_system_of_bench_serve_is_known(label: str, profiles: dict[str, ReplicaSpec]) -> None:
-    chosen = sim_serve.setup(label, profiles)
+    chosen = sim_serve.setup(label, profiles, SloLimits())
     found = sim_serve.predicted(chosen, traffic.read(traffic.COMMITTED)["mixed"], SloLimits(itl_s=0.25))
     assert set(found) == {CHAT, DOCUMENT}
     assert min(each["ttft_p50_s"] for each in found.values()) > 0
@@ -64,12 +64,12 @@ def test_every_system_of_bench_serve_is_known(label: str, profiles: dict[str, Re
 
 def test_an_unknown_system_is_named(profiles: dict[str, ReplicaSpec]) -> None:
     with pytest.raises(ConfigError, match="has measured elsewhere"):
-        sim_serve.setup("elsewhere", profiles)
+        sim_serve.setup("elsewhere", profiles, SloLimits())
 
 
 def test_medians_are_compared_and_the_worst_is_checked(profiles: dict[str, ReplicaSpec]) -> None:
     mixes = {"chat": [Arrival(1.0, CHAT, 100, 20)]}
-    right = sim_serve.predicted(sim_serve.setup("one", profiles), mixes["chat"], SloLimits())[CHAT]
+    right = sim_serve.predicted(sim_serve.setup("one", profiles, SloLimits()), mixes["chat"], SloLimits())[CHAT]
     common: dict[str, Value] = {"mix": "chat", "system": "one", "rounds": 2}
     rows: list[dict[str, Value]] = [
         {**common, "of": "all", "slo": None, "tokens_per_s": 1.0},

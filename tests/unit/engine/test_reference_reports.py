@@ -30,7 +30,7 @@ async def test_a_short_prompt_does_not_wait_for_a_long_one_nor_the_long_one_for_
         await engine.admit(request("short", prompt_of(12, seed=1), ONE), Stroke.WHOLE)
         step = await made(engine)
         assert [output.request_id for output in step.outputs if output.token_ids] == ["short"]
-        assert step.samples[0].batch == StepBatch(0, 0, 64, 12 * 6 + 52 * (64 + 26), 2), "the long one has the rest"
+        assert step.samples[0].batch == StepBatch(0, 0, 28, 12 * 6 + 16 * (64 + 8), 2), "the long one has a quarter"
         steps = 2
         while True:
             steps += 1
@@ -49,9 +49,9 @@ async def test_no_step_computes_more_of_a_prompt_than_was_allowed(tmp_path, stro
         await engine.admit(request("other", prompt_of(300, seed=1), ONE), stroke)
         steps = [await made(engine) for _ in range(5)]
     batches, load = [step.samples[0].batch for step in steps], steps[-1].load
-    assert [batch.prefill_tokens for batch in batches] == [64] * 5
+    assert [batch.prefill_tokens for batch in batches] == [64, 64, 64, 64, 20], "a step in which one ends is short"
     assert [batch.prefill_chunks for batch in batches] == [2, 2, 2, 2, 2]
-    assert load.pending_prompt_tokens == 400 - 5 * 64
+    assert load.pending_prompt_tokens == 400 - 4 * 64 - 20
     assert load.pending_prompts == 1, "4 steps of 24 and one of 4"
 
 

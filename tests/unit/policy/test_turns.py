@@ -3,7 +3,8 @@
 import random
 from dataclasses import replace
 
-from twostroke.policy.turns import CERTAIN, Prompt, divide
+from twostroke.policy.step_model import LinearStepModel, chunk_pairs
+from twostroke.policy.turns import CERTAIN, LEAST_ROOM, Prompt, divide, is_short, passes, room_within
 
 ROOM = 512
 
@@ -165,3 +166,31 @@ def test_priority_goes_before_length_and_who_has_tokens_before_who_has_none() ->
     again = [Prompt(32), Prompt(2000, resumed=True)]
     assert divide(again, ROOM, 0, 0) == [(0, 32), (1, ROOM - 32)]
     assert divide([Prompt(500), *again], ROOM, 0, 0) == [(0, ROOM // CERTAIN), (2, ROOM - ROOM // CERTAIN), (1, 0)]
+
+
+def test_a_step_is_kept_within_its_time() -> None:
+    chance = random.Random(6)
+    for _ in range(300):
+        terms = (0.06, 4e-3, 2e-6, 4e-3, 8e-7)
+        model = LinearStepModel(*(chance.uniform(0, 2) * term for term in terms))
+        room, answers, depth = chance.choice((8, 32, 100, 512, 8192)), chance.randrange(20), chance.randrange(9000)
+        most_s = chance.choice((0.01, 0.2, 1.0, 5.0))
+
+        def step_s(tokens: int) -> float:
+            return model.batch_s(answers, 500 * answers, tokens, chunk_pairs(depth, tokens))  # noqa: B023
+
+        found = room_within(most_s, room, model, answers, 500 * answers, depth)
+        assert min(room, LEAST_ROOM) <= found <= room
+        assert step_s(found) <= most_s or found == min(room, LEAST_ROOM)
+        assert found == room or found % LEAST_ROOM == 0
+        assert found == room or step_s(room) > most_s
+
+
+def test_what_passes_is_shorter_than_what_is_pending() -> None:
+    assert passes(100, 400, 1)
+    assert not passes(101, 400, 1)
+    assert passes(100, 1200, 3)
+    assert not passes(100, 1199, 3)
+    assert not passes(100, 0, 0)
+    assert is_short(128, 512)
+    assert not is_short(129, 512)

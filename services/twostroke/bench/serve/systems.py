@@ -34,9 +34,13 @@ def router_args(system: str, slos: Mapping[str, SloLimits]) -> tuple[str, ...]:
 
 
 def worker_args(slos: Mapping[str, SloLimits]) -> tuple[str, ...]:
-    """What our workers are told: a chat that waits for a step has a third of its limit left for its own."""
-    ttft_s = slos[CHAT].ttft_s if CHAT in slos else 0.0
-    return (f"--most-step-s={ttft_s / 1.5:.3g}",) if ttft_s else ()
+    """What our workers are told."""
+    return (f"--most-step-s={most_step_s(slos.get(CHAT, SloLimits())):.3g}",)
+
+
+def most_step_s(chats: SloLimits) -> float:
+    """A chat that waits for a step has a third of its limit left for its own; 0 where they have none."""
+    return chats.ttft_s / 1.5
 
 
 def _class(slo: SloLimits) -> str:

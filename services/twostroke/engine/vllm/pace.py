@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 from twostroke.policy.perf_model import WITH_PROMPT, WorkerModel
@@ -23,9 +22,8 @@ class Pace:
         self._share = 1.0
         """Time that the last step with a prompt took, as a share of what it would have without spare cores."""
 
-    def bounds(self, come: Sequence[int], room_tokens: int) -> bool:
+    def bounds(self, now_s: float, come: Sequence[int], room_tokens: int) -> bool:
         """Whether steps are to be bounded now; come: tokens of the prompts that wait to be begun."""
-        now_s = time.monotonic()
         if come and is_short(min(come), room_tokens):
             self._short_s = now_s
         return now_s < self._short_s + SHORT_S

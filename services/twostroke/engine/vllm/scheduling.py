@@ -115,7 +115,7 @@ class SharingScheduling(Scheduler):
         room = max(0, self.max_num_scheduled_tokens - self._other_tokens(bool(others)))
         prompts = [self._prompt(request) for request in by_age]
         come = [each.left_tokens for each in prompts if each.blocks is not None]
-        if self.most_step_s and self._pace.bounds(come, room):
+        if self.most_step_s and self._pace.bounds(time.monotonic(), come, room):
             answers = [each.num_computed_tokens for each in self.running if not each.is_prefill_chunk]
             depth = max((each.num_computed_tokens for each in begun), default=0)
             room = self._pace.room(self.most_step_s, room, len(answers), sum(answers), depth)
