@@ -59,7 +59,8 @@ def setup(label: str, profiles: Mapping[str, ReplicaSpec], slo: SloLimits) -> Se
     known."""
     whole, half = profiles[ALL_CORES], profiles[ONE_CORE]
     usual = replace(half, budget_tokens=systems.DEFAULT_CHUNK_TOKENS)
-    pair = FleetSpec(replace(half, most_step_s=systems.most_step_s(slo)), prefill=1, decode=1)
+    ours = replace(half, most_step_s=systems.most_step_s(slo), spare_model=whole.model)
+    pair = FleetSpec(ours, prefill=1, decode=1)
     known = {
         systems.ONE: Setup(
             FleetSpec(replace(whole, budget_tokens=systems.DEFAULT_CHUNK_TOKENS), both=1), "round-robin"
@@ -177,7 +178,7 @@ def _stack(name: str, say: Say) -> Stack:
     found = devices.detect(environment)
     chunk = systems.DEFAULT_CHUNK_TOKENS if name == ALL_CORES else systems.chosen([systems.STRICT], ())[0].chunk_tokens
     served = Served(obtain("", say), _KV_BYTES, _MAX_MODEL_LEN_TOKENS, chunk)
-    pair = Builder(served, found, environment).twostroke()
+    pair = Builder(served, found, environment).twostroke(("--spare-cores=", "--most-step-s=0"))
     return alone(pair, found.cores) if name == ALL_CORES else pair
 
 

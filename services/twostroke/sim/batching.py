@@ -11,7 +11,7 @@ from twostroke.policy.turns import CERTAIN, SHORT_S, beside_tokens, is_short, ro
 from twostroke.sim.clock import exact
 from twostroke.sim.decoding import Decoding
 from twostroke.sim.gaps import Gaps
-from twostroke.sim.limits import Limits, Listener
+from twostroke.sim.limits import SPARE_TOKENS, Limits, Listener
 from twostroke.sim.sequence import Sequence, Stroke
 
 _PREFILL = Stroke.PREFILL
@@ -72,8 +72,15 @@ class Batching(Decoding):
         run = self._run
         run.steps = 1
         run.delta_s = 0.0
-        run.first_s = exact(limits.model.batch_s(self.decoding, self.context_sum, tokens, pairs, len(chunks)))
+        model = limits.model
+        if limits.spare_model is not None and tokens >= SPARE_TOKENS and self._is_alone():
+            model = limits.spare_model
+        run.first_s = exact(model.batch_s(self.decoding, self.context_sum, tokens, pairs, len(chunks)))
         return True
+
+    def _is_alone(self) -> bool:
+        """Whether no other worker computes."""
+        raise NotImplementedError
 
     def _in_order(self, budget: int, admit: bool, now_s: float) -> list[tuple[Sequence, int]]:
         """The oldest first, with all that they can use."""

@@ -34,12 +34,17 @@ class Engine(Batching):
         self.index = index
         self.version = 0
         self.busy_s = 0.0
+        self.others: Items[Engine] = ()
+        """Whose cores its steps use as well while those do not."""
         self._push = push
         self._empty()
 
     def _empty(self) -> None:
         super()._empty()
         self.busy = False
+
+    def _is_alone(self) -> bool:
+        return not any(each.busy for each in self.others)
 
     @property
     def idle(self) -> bool:

@@ -11,13 +11,17 @@ from twostroke.sim.sequence import Sequence
 if TYPE_CHECKING:
     from twostroke.sim.batching import Batching
 
+SPARE_TOKENS = 128
+"""Of prompts in a step, from which on it uses spare cores (engine/vllm/spare_cores.py)."""
+
 
 class Limits:
     """Limits of one kind of replica; all of the kind share one, and with it the model's decode terms.
 
     blocks, block_tokens: the KV cache. budget_tokens: most tokens of a step. sequences: most of a step. unit_tokens:
     tokens of one prefix hash, a multiple of block_tokens; 0 for no prefix cache. most_step_s: how long a step with
-    prompts is to take at most; 0 is no bound.
+    prompts is to take at most; 0 is no bound. spare_model: what steps with SPARE_TOKENS of prompts and more take while
+    no other worker computes, whose cores these then use, too; None where they do not.
     """
 
     __slots__ = (
@@ -28,6 +32,7 @@ class Limits:
         "most_step_s",
         "prefill_token_s",
         "sequences",
+        "spare_model",
         "terms",
         "unit_tokens",
     )
@@ -42,6 +47,7 @@ class Limits:
         sequences: int,
         unit_tokens: int = 0,
         most_step_s: float = 0.0,
+        spare_model: StepModel | None = None,
     ) -> None:
         self.model = model
         self.blocks = blocks
@@ -50,6 +56,7 @@ class Limits:
         self.sequences = min(sequences, budget_tokens)
         self.unit_tokens = unit_tokens
         self.most_step_s = most_step_s
+        self.spare_model = spare_model
         self.terms: dict[int, tuple[float, float]] = {}
         chunk = min(budget_tokens, 2048)
         self.prefill_token_s = model.step_s(StepBatch(0, 0, chunk, chunk * chunk / 2, 1)) / chunk

@@ -66,6 +66,8 @@ class ReplicaSpec:
     """Most tokens of a step; 0 is the engine's usual: 8192 for a model on sheets, the worker's own for a profile."""
     most_step_s: float = 0.0
     """How long a step with prompts is to take at most; 0 is no bound."""
+    spare_model: str = ""
+    """Profile by which steps with long prompts run while no other worker computes, on whose cores they then do too."""
     sequences: int = 0
     block_tokens: int = 16
     unit_tokens: int = 0
@@ -175,6 +177,7 @@ def _profiled(spec: ReplicaSpec, profile: Profile) -> Replica:
             sequences=spec.sequences or profile.max_sequences,
             unit_tokens=_whole_unit(spec.unit_tokens, profile.block_size_tokens),
             most_step_s=spec.most_step_s,
+            spare_model=load_profile(Path(spec.spare_model)).step_model if spec.spare_model else None,
         ),
         dollars_per_hour=spec.dollars_per_hour,
         start_s=spec.start_s,
