@@ -1,8 +1,8 @@
 """Do `twostroke profile` and `twostroke sim` predict what `make bench-serve` measured? `python -m
 twostroke.bench.sim_serve`, after it and on the same machine; writes build/bench/sim_serve.json.
 
-Two workers are profiled, one on a single core and one on all cores. Then every system of the record is simulated with
-the arrivals that it served, and the medians are compared.
+Workers are profiled on a single core, there also while another one computes, and on all cores. Then every system of the
+record is simulated with the arrivals that it served, and the medians are compared.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +32,7 @@ from twostroke.launch.model import obtain
 from twostroke.measures import SloLimits, parse_slo
 from twostroke.sim import traffic_files
 from twostroke.sim.cluster import Cluster
-from twostroke.sim.profile import Effort, find_worker, profile
+from twostroke.sim.profile import Effort, find_worker, keep_busy, profile
 from twostroke.sim.replica import ReplicaSpec
 from twostroke.sim.scenario import FleetSpec, make_placer
 from twostroke.sim.traffic import Traffic
@@ -39,7 +40,7 @@ from twostroke.sim.traffic import Traffic
 app = make_app()
 
 NAME = "sim_serve"
-ONE_CORE, ALL_CORES = "one-core", "all-cores"
+ONE_CORE, BUSY, ALL_CORES = "one-core", "one-core-busy", "all-cores"
 MOST_ERROR = 0.15
 _KV_BYTES = 1 << 30
 _MAX_MODEL_LEN_TOKENS = 8192
@@ -57,7 +58,7 @@ class Setup:
 def setup(label: str, profiles: Mapping[str, ReplicaSpec], slo: SloLimits) -> Setup:
     """The system of that label in the record of bench-serve; slo: of chats. Raises ConfigError for one that is not
     known."""
-    whole, half = profiles[ALL_CORES], profiles[ONE_CORE]
+    whole, half = profiles[ALL_CORES], replace(profiles[ONE_CORE], busy_model=profiles[BUSY].model)
     usual = replace(half, budget_tokens=systems.DEFAULT_CHUNK_TOKENS)
     ours = replace(half, most_step_s=systems.most_step_s(slo), spare_model=whole.model)
     pair = FleetSpec(ours, prefill=1, decode=1)
@@ -157,7 +158,7 @@ def report(record: Record, compared: Sequence[dict[str, Value]]) -> None:
 async def profiled(folder: Path, say: Say) -> dict[str, ReplicaSpec]:
     """Profiles both workers, one after the other, where the folder, which exists, has none yet. Cancellation takes all
     down."""
-    made = {name: folder / f"{name}.json" for name in (ONE_CORE, ALL_CORES)}
+    made = {name: folder / f"{name}.json" for name in (ONE_CORE, BUSY, ALL_CORES)}
     for name, path in made.items():
         if path.exists():
             say(f"{path} is there already; remove it to measure again")
@@ -165,7 +166,10 @@ async def profiled(folder: Path, say: Say) -> dict[str, ReplicaSpec]:
         stack = _stack(name, say)
         async with running([stack], log_folder(f"{NAME}/{name}"), say) as ((served, _),):
             worker = await find_worker(_router_of(stack), RpcSettings())
-            found = await profile(worker, _EFFORT, say, RpcSettings())
+            async with AsyncExitStack() as company:
+                if name == BUSY:
+                    await company.enter_async_context(keep_busy(_other_of(stack, worker), RpcSettings()))
+                found = await profile(worker, _EFFORT, say, RpcSettings())
             served.check_alive()
         found.save(path)
         say(f"written to {path}: median error {found.median_error:.1%} of {found.samples} samples")
@@ -196,6 +200,10 @@ def alone(pair: Stack, cores: Sequence[int]) -> Stack:
 def _with(argument: str, flags: Mapping[str, str]) -> str:
     name, equals, _ = argument.partition("=")
     return f"{name}={flags[name]}" if equals and name in flags else argument
+
+
+def _other_of(stack: Stack, worker: str) -> str:
+    return next(spec.address for spec in stack.processes if spec.name in stack.front_ends and spec.address != worker)
 
 
 def _router_of(stack: Stack) -> str:

@@ -73,8 +73,11 @@ class Batching(Decoding):
         run.steps = 1
         run.delta_s = 0.0
         model = limits.model
-        if limits.spare_model is not None and tokens >= SPARE_TOKENS and self._is_alone():
-            model = limits.spare_model
+        if (limits.spare_model or limits.busy_model) is not None:
+            if not self._is_alone():
+                model = limits.busy_model or model
+            elif tokens >= SPARE_TOKENS:
+                model = limits.spare_model or model
         run.first_s = exact(model.batch_s(self.decoding, self.context_sum, tokens, pairs, len(chunks)))
         return True
 

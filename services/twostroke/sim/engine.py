@@ -35,7 +35,7 @@ class Engine(Batching):
         self.version = 0
         self.busy_s = 0.0
         self.others: Items[Engine] = ()
-        """Whose cores its steps use as well while those do not."""
+        """On the same machine: its steps use their cores while those do not, and share their memory else."""
         self._push = push
         self._empty()
 

@@ -21,13 +21,15 @@ class Limits:
     blocks, block_tokens: the KV cache. budget_tokens: most tokens of a step. sequences: most of a step. unit_tokens:
     tokens of one prefix hash, a multiple of block_tokens; 0 for no prefix cache. most_step_s: how long a step with
     prompts is to take at most; 0 is no bound. spare_model: what steps with SPARE_TOKENS of prompts and more take while
-    no other worker computes, whose cores these then use, too; None where they do not.
+    no other worker computes, whose cores these then use, too; None where they do not. busy_model: what steps with
+    prompts take while others compute, whose memory is the same; None where it is their own.
     """
 
     __slots__ = (
         "block_tokens",
         "blocks",
         "budget_tokens",
+        "busy_model",
         "model",
         "most_step_s",
         "prefill_token_s",
@@ -48,6 +50,7 @@ class Limits:
         unit_tokens: int = 0,
         most_step_s: float = 0.0,
         spare_model: StepModel | None = None,
+        busy_model: StepModel | None = None,
     ) -> None:
         self.model = model
         self.blocks = blocks
@@ -57,6 +60,7 @@ class Limits:
         self.unit_tokens = unit_tokens
         self.most_step_s = most_step_s
         self.spare_model = spare_model
+        self.busy_model = busy_model
         self.terms: dict[int, tuple[float, float]] = {}
         chunk = min(budget_tokens, 2048)
         self.prefill_token_s = model.step_s(StepBatch(0, 0, chunk, chunk * chunk / 2, 1)) / chunk

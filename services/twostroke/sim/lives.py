@@ -65,7 +65,7 @@ class Lives(Listener):
         worker = Worker(f"{role.name}-{index}", kind, role, engine, ports)
         worker.since_s = self.now_s
         self.workers.append(worker)
-        if kind.limits.spare_model is not None:
+        if (kind.limits.spare_model or kind.limits.busy_model) is not None:
             for each in self.workers:
                 each.engine.others = [other.engine for other in self.workers if other is not each]
         if start_s > 0:

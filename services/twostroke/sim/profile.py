@@ -212,6 +212,27 @@ async def _session(channel: grpc.aio.Channel, info: GetInfoResponse) -> AsyncIte
         session.close()
 
 
+@asynccontextmanager
+async def keep_busy(address: str, settings: RpcSettings) -> AsyncIterator[None]:
+    """Has a worker write two answers all the time. Raises UnavailableError, EngineError. Cancellation ends them."""
+    channel = connect(address, settings)
+    try:
+        info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(GetInfoRequest(), timeout=10)
+        async with _session(channel, info) as session, asyncio.TaskGroup() as group:
+
+            async def write() -> None:
+                while True:
+                    await session.run(2, 32, 200)
+
+            task = group.create_task(write())
+            yield
+            task.cancel()
+    except grpc.aio.AioRpcError as error:
+        raise to_error(error) from error
+    finally:
+        await channel.close()
+
+
 def run(address: str, router: str, out: Path, effort: Effort, settings: RpcSettings, console: Console) -> int:
     """The command. address: of a worker; empty to ask the router for one."""
 

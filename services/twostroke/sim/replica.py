@@ -68,6 +68,8 @@ class ReplicaSpec:
     """How long a step with prompts is to take at most; 0 is no bound."""
     spare_model: str = ""
     """Profile by which steps with long prompts run while no other worker computes, on whose cores they then do too."""
+    busy_model: str = ""
+    """Profile by which steps with prompts run while another worker computes, where that is of the same machine."""
     sequences: int = 0
     block_tokens: int = 16
     unit_tokens: int = 0
@@ -177,13 +179,18 @@ def _profiled(spec: ReplicaSpec, profile: Profile) -> Replica:
             sequences=spec.sequences or profile.max_sequences,
             unit_tokens=_whole_unit(spec.unit_tokens, profile.block_size_tokens),
             most_step_s=spec.most_step_s,
-            spare_model=load_profile(Path(spec.spare_model)).step_model if spec.spare_model else None,
+            spare_model=_step_model(spec.spare_model),
+            busy_model=_step_model(spec.busy_model),
         ),
         dollars_per_hour=spec.dollars_per_hour,
         start_s=spec.start_s,
         label=f"profile of {profile.model}",
     )
     return Replica(kind, profile.kv_bytes_per_token, profile.link_bytes_per_s)
+
+
+def _step_model(profile: str) -> StepModel | None:
+    return load_profile(Path(profile)).step_model if profile else None
 
 
 def _limits(spec: ReplicaSpec, model: StepModel, blocks: int, budget_tokens: int, sequences: int) -> Limits:

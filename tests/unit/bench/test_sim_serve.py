@@ -22,7 +22,7 @@ STEP_S, TOKEN_S = 0.05, 0.001
 @pytest.fixture
 def profiles(tmp_path: Path) -> dict[str, ReplicaSpec]:
     found = {}
-    for name, factor in ((sim_serve.ONE_CORE, 1.0), (sim_serve.ALL_CORES, 0.5)):
+    for name, factor in ((sim_serve.ONE_CORE, 1.0), (sim_serve.BUSY, 1.25), (sim_serve.ALL_CORES, 0.5)):
         model = LinearStepModel(STEP_S * factor, 0.0, 0.0, TOKEN_S * factor)
         made = Profile("m", "e", model, 4000, 16, 512, 64, 46_080.0, 9, 0.001, 0.01)
         made.save(tmp_path / f"{name}.json")
@@ -56,7 +56,7 @@ def test_every_system_runs_on_its_own_cores(profiles: dict[str, ReplicaSpec]) ->
     )
     assert pair[CHAT]["itl_p50_ms"] == pytest.approx(STEP_S * 1e3, rel=0.01)
     assert whole[CHAT]["itl_p50_ms"] == pytest.approx(STEP_S / 2 * 1e3, rel=0.01)
-    assert 4 < pair[DOCUMENT]["ttft_p50_s"] < 5, "decode is busy"
+    assert 5 < pair[DOCUMENT]["ttft_p50_s"] < 6, "decode is busy, and memory with it"
     assert 2 < whole[DOCUMENT]["ttft_p50_s"] < 3
     assert "itl_p50_ms" not in pair[DOCUMENT]
 

@@ -39,6 +39,8 @@ def kind(
     sequences: int = 64,
     unit_tokens: int = 0,
     start_s: float = 5.0,
+    spare_model: LinearStepModel | None = None,
+    busy_model: LinearStepModel | None = None,
 ) -> WorkerKind:
     limits = Limits(
         model,
@@ -47,6 +49,8 @@ def kind(
         budget_tokens=budget_tokens,
         sequences=sequences,
         unit_tokens=unit_tokens,
+        spare_model=spare_model,
+        busy_model=busy_model,
     )
     return WorkerKind(limits, dollars_per_hour=2.0, start_s=start_s)
 
@@ -101,6 +105,8 @@ def random_fleet(source: random.Random, unit_tokens: int) -> Fleet:
         sequences=source.choice([2, 8, 64]),
         unit_tokens=unit_tokens,
         start_s=source.uniform(0.1, 2),
+        spare_model=PLAIN if source.random() < 0.2 else None,
+        busy_model=MODEL if source.random() < 0.2 else None,
     )
     shape = source.choice([(0, 0, 1), (0, 0, 3), (1, 1, 0), (2, 1, 0), (1, 2, 0), (2, 2, 0), (1, 1, 1)])
     roles = zip((PREFILL, DECODE, BOTH), shape, strict=True)
