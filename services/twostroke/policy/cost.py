@@ -53,16 +53,16 @@ class Costing:
         """Cost of a time that is `ratio` times what its SLO allows: steeper beyond 1."""
         return ratio if ratio <= 1 else ratio + self.weights.breach * (ratio - 1)
 
-    def gaps(self, ratio: float, share: float) -> float:
+    def gaps(self, ratio: float, share: float, tails_left: float = 1.0) -> float:
         """Cost of such a share of an answer's gaps, each `ratio` times what its SLO allows: their strain, and the loss
-        of the answer's class once they are more than the tail that may exceed it."""
+        of the answer's class once they are more than the tail that may exceed it. tails_left: of that tail; 0 for an
+        answer that is there, whose tail earlier prompts and later ones take."""
         if ratio <= 1:
             return share * ratio
         weights, over = self.weights, ratio - 1
         cost = share * (ratio + weights.breach * over)
-        tail = weights.tail
-        if share > tail:
-            more = share / tail - 1
+        more = share / weights.tail - tails_left
+        if more > 0:
             cost += weights.lost * (over if over < 1 else 1.0) * (more if more < 1 else 1.0)
         return cost
 
@@ -149,14 +149,7 @@ class Costing:
         if step_s <= alone_s:
             return 0.0
         share = steps / (self.request.expected_output_tokens or 1)
-        return terms.answers * (self._stall(step_s / slo_s, share) - self._stall(alone_s / slo_s, share))
-
-    def _stall(self, ratio: float, share: float) -> float:
-        """Cost of such gaps to an answer that is there: as gaps(), but earlier prompts and later ones take its tail."""
-        if ratio <= 1:
-            return share * ratio
-        weights, over, used = self.weights, ratio - 1, share / self.weights.tail
-        return share * (ratio + weights.breach * over) + weights.lost * min(over, 1.0) * min(used, 1.0)
+        return terms.answers * (self.gaps(step_s / slo_s, share, 0.0) - self.gaps(alone_s / slo_s, share, 0.0))
 
     def writing(self, worker: WorkerSnapshot) -> Writing:
         """The answer on a worker."""

@@ -26,7 +26,7 @@ class Slo:
 
 DEFAULT_SLO = Slo()
 
-DEFAULT_STEP_MODEL: StepModel = LinearStepModel(
+DEFAULT_STEP_MODEL = LinearStepModel(
     const_s=0.02, per_sequence_s=2e-4, per_context_token_s=1e-7, per_prefill_token_s=2e-4, per_prefill_pair_s=1e-8
 )
 """Of a worker of which nothing is known: one mid-size accelerator. Only ratios matter where all workers have it."""

@@ -8,6 +8,7 @@ so that they cannot take the memory that it waits for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,8 @@ def divide(prompts: Sequence[Prompt], room_tokens: int, places: int, free_blocks
     return list(tokens.items())
 
 
+SPARE_TOKENS = 128
+"""Steps with fewer tokens of prompts use no spare cores: they would wait for threads that may be taken away."""
 SHORT_S = 5.0
 """Steps are bounded while the last short prompt came no longer ago: long ones pay for it with a tenth and more."""
 LEAST_ROOM = 32
@@ -105,9 +108,17 @@ def room_within(
     return LEAST_ROOM + more // LEAST_ROOM * LEAST_ROOM
 
 
-def is_short(tokens: int, room_tokens: int) -> bool:
-    """Whether a prompt that comes is little of a step: such are to wait no long step for others."""
-    return tokens * CERTAIN <= room_tokens
+class ShortPrompts:
+    """Whether prompts come of late that are little of a step: they are to wait no long step for others."""
+
+    def __init__(self) -> None:
+        self._last_s = -math.inf
+
+    def come(self, now_s: float, shortest_tokens: int | None, room_tokens: int) -> bool:
+        """Asked at every step. shortest_tokens: of the shortest prompt that waits to be begun; None for no prompt."""
+        if shortest_tokens is not None and shortest_tokens * CERTAIN <= room_tokens:
+            self._last_s = now_s
+        return now_s < self._last_s + SHORT_S
 
 
 def passes(tokens: int, pending_tokens: int, pending_prompts: int) -> bool:

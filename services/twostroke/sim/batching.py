@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence as Items
 from heapq import heappop
 
-from twostroke.policy.turns import CERTAIN, SHORT_S, beside_tokens, is_short, room_within
+from twostroke.policy.turns import CERTAIN, SPARE_TOKENS, ShortPrompts, beside_tokens, room_within
 from twostroke.sim.clock import exact
 from twostroke.sim.decoding import Decoding
 from twostroke.sim.gaps import Gaps
-from twostroke.sim.limits import SPARE_TOKENS, Limits, Listener
+from twostroke.sim.limits import Limits, Listener
 from twostroke.sim.sequence import Sequence, Stroke
 
 _PREFILL = Stroke.PREFILL
@@ -27,10 +28,14 @@ class Batching(Decoding):
     def __init__(self, limits: Limits, listener: Listener, gaps: Gaps, max_run: int, *, shortest_first: bool) -> None:
         super().__init__(limits, listener, gaps, max_run)
         self._shortest_first = shortest_first
+        self.others: Items[Batching] = ()
+        """On the same machine: its steps use their cores while those do not, and share their memory else."""
         self._ages = 0
 
     def _empty(self) -> None:
         super()._empty()
+        self.busy = False
+        """A step is under way."""
         self.changed = True
         """What placement saw of it is out of date."""
         self.waiting: list[tuple[int, Sequence]] = []
@@ -48,19 +53,16 @@ class Batching(Decoding):
         self._joining: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
         self._chunks: list[tuple[Sequence, int]] = []
-        self._short_s = -SHORT_S
-        """When a short prompt was here last."""
+        self._shorts = ShortPrompts()
 
     def _schedule(self, now_s: float, admit: bool) -> bool:
         """Fills the step with chunks of prompts; False when there is room for none."""
         limits = self.limits
         budget = limits.budget_tokens - self.decoding
-        if most_s := limits.most_step_s:
-            if self._by_length and is_short(self._by_length[0][0], budget):
-                self._short_s = now_s
-            if now_s < self._short_s + SHORT_S:
-                depth = max((each.computed for each in self._prefilling), default=0)
-                budget = room_within(most_s, budget, limits.model, self.decoding, self.context_sum, depth)
+        most_s, by_length = limits.most_step_s, self._by_length
+        if most_s and self._shorts.come(now_s, by_length[0][0] if by_length else None, budget):
+            depth = max((each.computed for each in self._prefilling), default=0)
+            budget = room_within(most_s, budget, limits.model, self.decoding, self.context_sum, depth)
         chunks = (self._shares if self._shortest_first else self._in_order)(budget, admit, now_s)
         if not chunks:
             return False
@@ -74,16 +76,12 @@ class Batching(Decoding):
         run.delta_s = 0.0
         model = limits.model
         if (limits.spare_model or limits.busy_model) is not None:
-            if not self._is_alone():
+            if any(each.busy for each in self.others):
                 model = limits.busy_model or model
             elif tokens >= SPARE_TOKENS:
                 model = limits.spare_model or model
         run.first_s = exact(model.batch_s(self.decoding, self.context_sum, tokens, pairs, len(chunks)))
         return True
-
-    def _is_alone(self) -> bool:
-        """Whether no other worker computes."""
-        raise NotImplementedError
 
     def _in_order(self, budget: int, admit: bool, now_s: float) -> list[tuple[Sequence, int]]:
         """The oldest first, with all that they can use."""
@@ -261,9 +259,6 @@ class Batching(Decoding):
             self._undecode(sequence)
             if sequence in self._fresh:
                 self._fresh.remove(sequence)
-                # The token that it was to repeat is computed again with the prompt.
-                sequence.output_tokens -= sequence.repeats
-                sequence.repeats = False
             else:
                 sequence.last_token_s = now_s
         assert sequence.held is not None

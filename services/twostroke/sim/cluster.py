@@ -181,9 +181,7 @@ class Cluster(Lives):
         request = flight.request
         delivered = flight.delivered + (flight.done and not self.fleet.decode_first_token)
         if reading is None and writing is not None:
-            chosen = self.traffic.output_tokens[request] - writing.output_tokens + decode.engine.written(writing)
-            # What decode only repeated the client has from prefill.
-            delivered = max(chosen, delivered)
+            delivered = self.traffic.output_tokens[request] - writing.output_tokens + decode.engine.written(writing)
         if reading is not None and not flight.reserved:
             decode.unpromise(reading.prompt_tokens)
         if prefill is not None and writing is not None and decode is not lost:
@@ -231,10 +229,8 @@ class Cluster(Lives):
         reading = flight.reading
         assert reading is not None
         output = self.traffic.output_tokens[flight.request] - flight.delivered
-        repeats = self.fleet.repeat_first_token and not self.fleet.decode_first_token
-        output -= not repeats and not self.fleet.decode_first_token
+        output -= not self.fleet.decode_first_token
         writing = Sequence(flight.request, Stroke.DECODE, reading.prompt_tokens, output, reading.hashes)
-        writing.repeats = repeats
         writing.link = flight
         flight.writing = writing
         flight.decode.engine.receive(writing, now_s)

@@ -126,34 +126,21 @@ class Decoding:
             self._over += (run.first_s > self._limit_s) if steps == 1 else run.longer(self._limit_s, steps)
 
     def _book_fresh(self, steps: int) -> None:
-        """The same where sequences joined with the run: their first gaps began elsewhere, and end with their first step
-        or, where that repeats a token, with their second."""
+        """The same where sequences joined with the run: their first gaps, begun elsewhere, end with its first step."""
         run, gaps, fresh = self._run, self._gaps, self._fresh
-        repeating = [sequence for sequence in fresh if sequence.repeats]
-        second_s = run.first_s + run.delta_s
         if self.decoding > len(fresh):
             gaps.add(run.first_s, 0.0, 1, self.decoding - len(fresh))
-        if steps > 1 and self.decoding > len(repeating):
-            gaps.add(second_s, 0.0, 1, self.decoding - len(repeating))
-        if steps > 2:
-            gaps.add(second_s + run.delta_s, run.delta_s, steps - 2, self.decoding)
+        if steps > 1:
+            gaps.add(run.first_s + run.delta_s, run.delta_s, steps - 1, self.decoding)
         for sequence in fresh:
-            if not sequence.repeats:
-                self._first_gap(sequence, run.start_s + run.first_s, run.longer(self._limit_s, 1))
+            self._first_gap(sequence, run.start_s + run.first_s)
         fresh.clear()
-        for sequence in repeating:
-            sequence.repeats = False
-            self._listener.decode_started(sequence, run.start_s, run.start_s + run.first_s)
-            if steps > 1:
-                self._first_gap(sequence, run.start_s + run.first_s + second_s, run.longer(self._limit_s, 2))
-            else:
-                fresh.append(sequence)
 
-    def _first_gap(self, sequence: Sequence, end_s: float, longer: int) -> None:
-        """A sequence's first gap here ends, with steps of the run behind it of which so many were too long."""
+    def _first_gap(self, sequence: Sequence, end_s: float) -> None:
+        """A sequence's first gap here ends, with the run's first step."""
         if sequence.last_token_s >= 0:
             gap_s = end_s - sequence.last_token_s
             self._gaps.add(gap_s, 0.0, 1, 1)
             sequence.over += 0 < self._limit_s < gap_s
-        sequence.over_base = self._over + (longer if self._limit_s else 0)
+        sequence.over_base = self._over + (0 < self._limit_s < self._run.first_s)
         self._listener.decode_started(sequence, self._run.start_s, end_s)

@@ -34,17 +34,8 @@ class Engine(Batching):
         self.index = index
         self.version = 0
         self.busy_s = 0.0
-        self.others: Items[Engine] = ()
-        """On the same machine: its steps use their cores while those do not, and share their memory else."""
         self._push = push
         self._empty()
-
-    def _empty(self) -> None:
-        super()._empty()
-        self.busy = False
-
-    def _is_alone(self) -> bool:
-        return not any(each.busy for each in self.others)
 
     @property
     def idle(self) -> bool:

@@ -74,8 +74,6 @@ class Fleet:
 
     kv_bytes_per_token: that cross a link. overlap: KV moves chunk by chunk while prefill runs. hop_s: from one process
     to the next, router or worker. decode_first_token: the first token comes from decode's first step, not from prefill.
-    repeat_first_token: if it came from prefill, decode's first step takes it again, as this project's worker does for
-        requests that want more of it than its id.
     handoff_timeout_s: time in which decode must have room for a prompt; then the request is placed again.
     cell_workers: workers that one router sees, for large fleets; 0 for all. Arrivals go to the routers in turn.
     """
@@ -86,7 +84,6 @@ class Fleet:
     overlap: bool = True
     hop_s: float = 0.001
     decode_first_token: bool = False
-    repeat_first_token: bool = False
     handoff_timeout_s: float = 30.0
     cell_workers: int = 0
     failures: Sequence[Failure] = ()

@@ -11,9 +11,6 @@ from twostroke.sim.sequence import Sequence
 if TYPE_CHECKING:
     from twostroke.sim.batching import Batching
 
-SPARE_TOKENS = 128
-"""Of prompts in a step, from which on it uses spare cores (engine/vllm/spare_cores.py)."""
-
 
 class Limits:
     """Limits of one kind of replica; all of the kind share one, and with it the model's decode terms.

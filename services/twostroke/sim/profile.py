@@ -218,19 +218,24 @@ async def keep_busy(address: str, settings: RpcSettings) -> AsyncIterator[None]:
     channel = connect(address, settings)
     try:
         info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(GetInfoRequest(), timeout=10)
-        async with _session(channel, info) as session, asyncio.TaskGroup() as group:
-
-            async def write() -> None:
-                while True:
-                    await session.run(2, 32, 200)
-
-            task = group.create_task(write())
-            yield
-            task.cancel()
+        async with _session(channel, info) as session:
+            task = asyncio.create_task(_write_on(session))
+            try:
+                yield
+            finally:
+                task.cancel()
+                await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()
     except grpc.aio.AioRpcError as error:
         raise to_error(error) from error
     finally:
         await channel.close()
+
+
+async def _write_on(session: _Session) -> None:
+    while True:
+        await session.run(2, 32, 200)
 
 
 def run(address: str, router: str, out: Path, effort: Effort, settings: RpcSettings, console: Console) -> int:

@@ -40,7 +40,6 @@ class Sequence:
         "over",
         "over_base",
         "prompt_tokens",
-        "repeats",
         "request",
         "resumed",
         "seen_tokens",
@@ -68,8 +67,6 @@ class Sequence:
         self.order = 0
         self.last_token_s = -1.0
         """Of a token that was chosen elsewhere or before a preemption; negative when there is none."""
-        self.repeats = False
-        """Its next step takes a token that the client has already."""
         self.over = 0
         self.over_base = 0
         self.link: object = None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from twostroke.engine.vllm.pace import Pace
 from twostroke.policy.step_model import LinearStepModel, StepBatch, chunk_pairs
-from twostroke.policy.turns import LEAST_ROOM, SHORT_S
+from twostroke.policy.turns import LEAST_ROOM
 
 TRUTH = LinearStepModel(0.03, 4e-3, 2e-6, 4e-3, 8e-7)
 
@@ -41,13 +39,3 @@ def test_nothing_is_bounded_before_steps_are_known() -> None:
 
 def test_with_spare_cores_a_step_holds_more() -> None:
     assert 1.6 < seen(0.5).room(1.0, 512, 0, 0, 1000) / seen().room(1.0, 512, 0, 0, 1000) < 2.5
-
-
-def test_steps_are_bounded_while_short_prompts_come() -> None:
-    pace = Pace()
-    assert not pace.bounds(0.0, [], 512)
-    assert not pace.bounds(1.0, [4000, 129], 512), "little of a step is a quarter"
-    assert pace.bounds(2.0, [4000, 128], 512)
-    assert pace.bounds(2.0 + SHORT_S - 0.1, [4000], 512)
-    assert not pace.bounds(2.0 + SHORT_S, [], 512)
-    assert not Pace().bounds(-math.inf, [], 512)

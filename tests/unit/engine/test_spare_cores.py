@@ -6,8 +6,9 @@ import pytest
 
 from twostroke.config import WorkerSettings
 from twostroke.engine.vllm.launch import prepare_environment
-from twostroke.engine.vllm.spare_cores import MIN_PROMPT_TOKENS, CoreUse, SpareCores
+from twostroke.engine.vllm.spare_cores import CoreUse, SpareCores
 from twostroke.errors import ConfigError
+from twostroke.policy.turns import SPARE_TOKENS
 
 
 class Machine:
@@ -42,7 +43,7 @@ class Machine:
 
 def test_a_long_prompt_takes_idle_cores_and_gives_them_back_when_others_come() -> None:
     machine = Machine()
-    machine.cores.begin(MIN_PROMPT_TOKENS)
+    machine.cores.begin(SPARE_TOKENS)
     assert machine.layers(3, others=0.1) == [False, True, False], "the first look has nothing to compare with"
     assert machine.threads == [3]
     assert machine.layers(2, others=0.4, ours=0.5) == [False, False], "our own threads there are no others"
@@ -57,7 +58,7 @@ def test_a_long_prompt_takes_idle_cores_and_gives_them_back_when_others_come() -
 
 def test_steps_without_a_long_prompt_stay_on_own_cores() -> None:
     machine = Machine()
-    for tokens in (0, MIN_PROMPT_TOKENS - 1):
+    for tokens in (0, SPARE_TOKENS - 1):
         machine.cores.begin(tokens)
         assert not any(machine.layers(5, others=0.0))
         machine.cores.end()

@@ -1,10 +1,11 @@
 """How a worker divides its steps among prompts, played out step by step."""
 
+import math
 import random
 from dataclasses import replace
 
 from twostroke.policy.step_model import LinearStepModel, chunk_pairs
-from twostroke.policy.turns import CERTAIN, LEAST_ROOM, Prompt, divide, is_short, passes, room_within
+from twostroke.policy.turns import CERTAIN, LEAST_ROOM, SHORT_S, Prompt, ShortPrompts, divide, passes, room_within
 
 ROOM = 512
 
@@ -192,5 +193,13 @@ def test_what_passes_is_shorter_than_what_is_pending() -> None:
     assert passes(100, 1200, 3)
     assert not passes(100, 1199, 3)
     assert not passes(100, 0, 0)
-    assert is_short(128, 512)
-    assert not is_short(129, 512)
+
+
+def test_short_prompts_come_while_the_last_one_is_not_long_ago() -> None:
+    shorts = ShortPrompts()
+    assert not shorts.come(-math.inf, None, 512)
+    assert not shorts.come(0.0, None, 512)
+    assert not shorts.come(1.0, 129, 512), "little of a step is a quarter"
+    assert shorts.come(2.0, 128, 512)
+    assert shorts.come(2.0 + SHORT_S - 0.1, 4000, 512)
+    assert not shorts.come(2.0 + SHORT_S, None, 512)

@@ -127,7 +127,6 @@ def random_fleet(source: random.Random, unit_tokens: int) -> Fleet:
         overlap=source.random() < 0.7,
         hop_s=source.choice([0.0, 0.001, 0.01]),
         decode_first_token=source.random() < 0.2,
-        repeat_first_token=source.random() < 0.5,
         handoff_timeout_s=source.choice([1.0, 30.0]),
         failures=failures,
     )

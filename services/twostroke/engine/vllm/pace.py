@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 from twostroke.policy.perf_model import WITH_PROMPT, WorkerModel
 from twostroke.policy.snapshot import DEFAULT_STEP_MODEL
-from twostroke.policy.step_model import LinearStepModel, StepBatch
-from twostroke.policy.turns import SHORT_S, is_short, room_within
+from twostroke.policy.step_model import StepBatch
+from twostroke.policy.turns import room_within
 
 
 class Pace:
     """Learns what steps take."""
 
     def __init__(self) -> None:
-        assert isinstance(DEFAULT_STEP_MODEL, LinearStepModel)
         self._learned = WorkerModel(DEFAULT_STEP_MODEL)
-        self._short_s = -math.inf
-        """When a short prompt came last."""
         self._share = 1.0
         """Time that the last step with a prompt took, as a share of what it would have without spare cores."""
-
-    def bounds(self, now_s: float, come: Sequence[int], room_tokens: int) -> bool:
-        """Whether steps are to be bounded now; come: tokens of the prompts that wait to be begun."""
-        if come and is_short(min(come), room_tokens):
-            self._short_s = now_s
-        return now_s < self._short_s + SHORT_S
 
     def observe(self, batch: StepBatch, own_s: float, took_s: float) -> None:
         """A step that took took_s, and without spare cores would have taken own_s."""

@@ -27,7 +27,7 @@ from twostroke.engine.vllm.pace import Pace
 from twostroke.engine.vllm.report import CHUNK_ARG, REPORT, Report, change_row, sample_row
 from twostroke.policy.kv_events import Change, Cleared, Removed, Stored
 from twostroke.policy.step_model import StepBatch, chunk_pairs
-from twostroke.policy.turns import Prompt, divide
+from twostroke.policy.turns import Prompt, ShortPrompts, divide
 
 REFUSED_STEPS = 8
 """So long nothing is set aside for a prompt that vLLM did not let in although it had a share."""
@@ -82,6 +82,7 @@ class SharingScheduling(Scheduler):
         self._samples: list[StepSample] = []
         self.most_step_s = 0.0
         self._pace = Pace()
+        self._shorts = ShortPrompts()
         self._kept = _KeptEvents()
         groups = len(self.kv_cache_config.kv_cache_groups)
         self.tells_blocks = self.enable_kv_cache_events and groups == 1 and self.hash_block_size == self.block_size
@@ -114,8 +115,8 @@ class SharingScheduling(Scheduler):
         by_age = [found[name] for name in self.requests if name in found and not self._was_refused(found[name])]
         room = max(0, self.max_num_scheduled_tokens - self._other_tokens(bool(others)))
         prompts = [self._prompt(request) for request in by_age]
-        come = [each.left_tokens for each in prompts if each.blocks is not None]
-        if self.most_step_s and self._pace.bounds(time.monotonic(), come, room):
+        shortest = min((each.left_tokens for each in prompts if each.blocks is not None), default=None)
+        if self.most_step_s and self._shorts.come(time.monotonic(), shortest, room):
             answers = [each.num_computed_tokens for each in self.running if not each.is_prefill_chunk]
             depth = max((each.num_computed_tokens for each in begun), default=0)
             room = self._pace.room(self.most_step_s, room, len(answers), sum(answers), depth)
@@ -216,7 +217,8 @@ class SharingScheduling(Scheduler):
             # What this worker can do by itself is what it promises: work on spare cores counts as done on its own.
             own_s = took_s + getattr(model_runner_output, "spared_s", 0.0)
             self._samples.append(StepSample(batch, own_s))
-            self._pace.observe(batch, own_s, took_s)
+            if self.most_step_s:
+                self._pace.observe(batch, own_s, took_s)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._ended_s = now_s if self.running or self._under_way else None
         return outputs

@@ -21,13 +21,13 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twostroke.policy.turns import SPARE_TOKENS
+
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
 
-MIN_PROMPT_TOKENS = 128
-"""Steps with fewer do not wait for threads that may be taken away from them."""
 _LOOK_S = 0.08
 """The kernel counts in hundredths of a second."""
 _STALE_S = 0.5
@@ -89,7 +89,7 @@ class SpareCores:
 
     def begin(self, prompt_tokens: int) -> bool:
         """A step begins, on own cores. Whether it may come to use others."""
-        self._wanted = prompt_tokens >= MIN_PROMPT_TOKENS
+        self._wanted = prompt_tokens >= SPARE_TOKENS
         return self._wanted
 
     def look(self, now_s: float) -> bool:
