@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from twostroke.policy.cost import needed_blocks
 from twostroke.policy.placement import DEFAULT_LIMITS
 from twostroke.policy.plan import Limits, Plan
-from twostroke.policy.snapshot import DEFAULT_SLO, PlacementRequest, Slo, WorkerSnapshot
+from twostroke.policy.snapshot import DEFAULT_SLO, PlacementRequest, Slo, WorkerSnapshot, tightest
 
 REPORT_LAG_S = 0.05
 """A report is taken not to know of what happened so shortly before it came."""
@@ -217,10 +217,6 @@ class InFlight:
             context_tokens=state.context_tokens,
             free_blocks=max(0, free - state.promised_blocks - unseen_blocks - growth_blocks),
             promised_long_blocks=state.promised_long_blocks,
-            slo=min((slo for slo, count in state.slos.items() if count > 0), key=_tightness, default=self._slo),
+            slo=tightest(state.slos, self._slo),
         )
         return state.snapshot
-
-
-def _tightness(slo: Slo) -> tuple[float, float]:
-    return slo.itl_s, slo.ttft_s

@@ -26,6 +26,14 @@ class Slo:
 
 DEFAULT_SLO = Slo()
 
+
+def tightest(slos: Mapping[Slo, int], default: Slo) -> Slo:
+    """The tightest class of those of which there is any; default where there is none. slos: how many of each."""
+    return min(
+        (slo for slo, count in slos.items() if count > 0), key=lambda slo: (slo.itl_s, slo.ttft_s), default=default
+    )
+
+
 DEFAULT_STEP_MODEL = LinearStepModel(
     const_s=0.02, per_sequence_s=2e-4, per_context_token_s=1e-7, per_prefill_token_s=2e-4, per_prefill_pair_s=1e-8
 )

@@ -77,6 +77,7 @@ def _values(request_id: str, trail: Trail, edge: Edge | None) -> dict[str, Any]:
         "completion_tokens": trail.completion_tokens,
         "ttft_ms": ms(trail.first_token_s),
         "queue_ms": round(trail.prefill_queue_ms, 3),
+        "prefill_ms": round(trail.prefill_run_ms, 3),
         "handoff_ms": ms(trail.handoff_ready_s, trail.handoff_begun_s),
         "handoff_exposed_ms": None if trail.exposed_s is None else round(trail.exposed_s * 1000, 3),
         "handoff_bytes": trail.transferred_bytes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence as Items
 from heapq import heappop
 
 from twostroke.policy.turns import CERTAIN, SPARE_TOKENS, ShortPrompts, beside_tokens, room_within
@@ -28,8 +27,9 @@ class Batching(Decoding):
     def __init__(self, limits: Limits, listener: Listener, gaps: Gaps, max_run: int, *, shortest_first: bool) -> None:
         super().__init__(limits, listener, gaps, max_run)
         self._shortest_first = shortest_first
-        self.others: Items[Batching] = ()
-        """On the same machine: its steps use their cores while those do not, and share their memory else."""
+        self.company = 0
+        """Engines of the same machine that compute: without any its steps may use their cores, else they share what
+        there is."""
         self._ages = 0
 
     def _empty(self) -> None:
@@ -76,7 +76,7 @@ class Batching(Decoding):
         run.delta_s = 0.0
         model = limits.model
         if (limits.spare_model or limits.busy_model) is not None:
-            if any(each.busy for each in self.others):
+            if self.company:
                 model = limits.busy_model or model
             elif tokens >= SPARE_TOKENS:
                 model = limits.spare_model or model

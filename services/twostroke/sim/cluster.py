@@ -120,8 +120,9 @@ class Cluster(Lives):
         output = traffic.output_tokens[request] - delivered
         hashes = traffic.hashes[request] if traffic.hashes else NO_HASHES
         avoid = self._failed_on.get(request, NOBODY) if self._failed_on else NOBODY
+        asked = traffic.asked[request] if traffic.asked else None
         try:
-            prefill, decode, chunk = self._placer.place(prompt, output, hashes, avoid, now_s)
+            prefill, decode, chunk = self._placer.place(prompt, output, hashes, avoid, now_s, asked)
         except NoWorkerError:
             if delivered:
                 self._delivered[request] = delivered
@@ -136,16 +137,16 @@ class Cluster(Lives):
             self._over(request, now_s)
             return
         records.attempts[request] += 1
-        flight = Flight(request, delivered, decode)
+        flight = Flight(request, delivered, decode, asked.slo if asked else None)
         self.flights[request] = flight
-        decode.flights += 1
+        decode.take(flight.slo)
         if prefill is None or prefill is decode:
             flight.writing = Sequence(request, Stroke.WHOLE, prompt, output, hashes)
             flight.writing.link = flight
             flight.writing.chunk_tokens = chunk or prompt
             decode.engine.enqueue(flight.writing, now_s)
             return
-        prefill.flights += 1
+        prefill.take(flight.slo)
         flight.prefill = prefill
         flight.reading = Sequence(request, Stroke.PREFILL, prompt, 1, hashes)
         flight.reading.link = flight
@@ -199,7 +200,7 @@ class Cluster(Lives):
         """Its workers are free of it."""
         for worker in (flight.decode, flight.prefill if flight.reading is not None else None):
             if worker is not None:
-                worker.flights -= 1
+                worker.leave(flight.slo)
                 if worker.state is State.DRAINING:
                     self._end_drain(worker)
 
@@ -298,7 +299,7 @@ class Cluster(Lives):
         flight.decode.engine.arrived(writing, now_s)
         prefill.engine.release(reading, now_s)
         flight.reading = None
-        prefill.flights -= 1
+        prefill.leave(flight.slo)
         self._end_drain(prefill)
 
     def finished(self, engine: Batching, sequence: Sequence, now_s: float) -> None:

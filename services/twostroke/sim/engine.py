@@ -35,7 +35,25 @@ class Engine(Batching):
         self.version = 0
         self.busy_s = 0.0
         self._push = push
+        self._others: Items[Engine] = ()
         self._empty()
+
+    def meet(self, others: Items[Engine]) -> None:
+        """Which engines are on the same machine, as far as that counts."""
+        self._others = others
+        self.company = sum(each.busy for each in others)
+
+    def _tell(self, more: int, now_s: float) -> None:
+        """Others have more company, or less: their next steps take another time."""
+        for each in self._others:
+            each.company += more
+            each.shorten(now_s)
+
+    def shorten(self, now_s: float) -> None:
+        """Ends the run under way with its step."""
+        if self.busy and self._run.steps > 1 and self._run.truncate(now_s):
+            self.version += 1
+            self._push(self._run.end_s, self, self.version)
 
     @property
     def idle(self) -> bool:
@@ -136,6 +154,7 @@ class Engine(Batching):
                 self._book(ended)
             self.steps += ended
             self.busy_s += now_s - self._run.start_s
+            self._tell(-1, now_s)
         self.busy = False
         self.version += 1
 
@@ -158,9 +177,8 @@ class Engine(Batching):
         self.changed = True
         if not self.busy:
             self._begin(now_s)
-        elif self._run.steps > 1 and self._run.truncate(now_s):
-            self.version += 1
-            self._push(self._run.end_s, self, self.version)
+        else:
+            self.shorten(now_s)
 
     # A step.
 
@@ -203,14 +221,22 @@ class Engine(Batching):
         if (self._prefilling or (self.waiting and admit)) and self._schedule(now_s, admit):
             self.changed = True
         elif decoding:
-            terms = self.limits.terms.get(decoding) or self.limits.decode_terms(decoding)
+            limits = self.limits
+            if self.company and limits.busy_model is not None:
+                terms = limits.busy_terms(decoding)
+            else:
+                terms = limits.terms.get(decoding) or limits.decode_terms(decoding)
             run.first_s = terms[0] + terms[1] * self.context_sum
             run.delta_s = terms[1] * decoding
             # After a preemption the next step may admit what this one may not.
             run.steps = 1 if preempted or self._max_run == 1 else self._longest()
         else:
-            self.busy = False
+            if self.busy:
+                self.busy = False
+                self._tell(-1, now_s)
             return
-        self.busy = True
+        if not self.busy:
+            self.busy = True
+            self._tell(1, now_s)
         self.version += 1
         self._push(run.end_s, self, self.version)

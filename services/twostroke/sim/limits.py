@@ -18,8 +18,8 @@ class Limits:
     blocks, block_tokens: the KV cache. budget_tokens: most tokens of a step. sequences: most of a step. unit_tokens:
     tokens of one prefix hash, a multiple of block_tokens; 0 for no prefix cache. most_step_s: how long a step with
     prompts is to take at most; 0 is no bound. spare_model: what steps with SPARE_TOKENS of prompts and more take while
-    no other worker computes, whose cores these then use, too; None where they do not. busy_model: what steps with
-    prompts take while others compute, whose memory is the same; None where it is their own.
+    no other worker computes, whose cores these then use, too; None where they do not. busy_model: what steps take while
+    others compute, whose machine is the same; None where it is their own.
     """
 
     __slots__ = (
@@ -65,14 +65,22 @@ class Limits:
 
     def decode_terms(self, sequences: int) -> tuple[float, float]:
         """The model's, on the clock's grid; kept in `terms`."""
-        base_s, slope_s = self.model.decode_terms(sequences)
-        found = (exact(base_s), exact(slope_s) if slope_s > 0 else 0.0)
-        self.terms[sequences] = found
+        found = self.terms[sequences] = _on_grid(self.model, sequences)
         return found
+
+    def busy_terms(self, sequences: int) -> tuple[float, float]:
+        """Those of busy_model."""
+        assert self.busy_model is not None
+        return _on_grid(self.busy_model, sequences)
 
     def fits(self, tokens: int) -> bool:
         """Whether a sequence of that length can be held at all."""
         return -(-tokens // self.block_tokens) <= self.blocks
+
+
+def _on_grid(model: StepModel, sequences: int) -> tuple[float, float]:
+    base_s, slope_s = model.decode_terms(sequences)
+    return exact(base_s), exact(slope_s) if slope_s > 0 else 0.0
 
 
 class Listener:

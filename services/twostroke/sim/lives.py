@@ -67,7 +67,7 @@ class Lives(Listener):
         self.workers.append(worker)
         if (kind.limits.spare_model or kind.limits.busy_model) is not None:
             for each in self.workers:
-                each.engine.others = [other.engine for other in self.workers if other is not each]
+                each.engine.meet([other.engine for other in self.workers if other is not each])
         if start_s > 0:
             worker.state = State.STARTING
             if start_s < HORIZON_S:

@@ -11,6 +11,7 @@ from twostroke.policy.plan import ALL_WAYS, Options
 from twostroke.policy.plan import Limits as PolicyLimits
 from twostroke.policy.snapshot import DEFAULT_SLO, ClusterSnapshot, LinkSnapshot, PlacementRequest, Slo
 from twostroke.sim.fleet import Fleet
+from twostroke.sim.traffic import Asked
 from twostroke.sim.worker import State, Worker
 
 
@@ -42,7 +43,13 @@ class Placer(Protocol):
         ...
 
     def place(
-        self, prompt_tokens: int, output_tokens: int, hashes: Items[int], avoid: frozenset[str], now_s: float
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        hashes: Items[int],
+        avoid: frozenset[str],
+        now_s: float,
+        asked: Asked | None,
     ) -> Placed:
         """Raises NoWorkerError. output_tokens is the truth, which no router knows: only for counting."""
         ...
@@ -88,7 +95,7 @@ class PolicyPlacer:
     """The router's policy (policy/placement.py), fed with the simulated workers' loads and true prefix caches.
 
     expected_output_tokens: what the router takes an answer's length to be. deadline_s: of a whole answer, None for
-    none. slo: of every request.
+    none. slo: of every request. What was asked of a request goes before both.
     """
 
     shortest_first: bool = True
@@ -130,7 +137,13 @@ class PolicyPlacer:
         self._cells.remove(worker)
 
     def place(
-        self, prompt_tokens: int, output_tokens: int, hashes: Items[int], avoid: frozenset[str], now_s: float
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        hashes: Items[int],
+        avoid: frozenset[str],
+        now_s: float,
+        asked: Asked | None,
     ) -> Placed:
         """See Placer."""
         workers = self._cells.next()
@@ -144,9 +157,9 @@ class PolicyPlacer:
             PlacementRequest(
                 prompt_tokens,
                 avoid,
-                expected_output_tokens=self._expected,
+                expected_output_tokens=asked.expected_output_tokens if asked else self._expected,
                 cached_tokens=cached,
-                slo=self._slo,
+                slo=asked.slo if asked else self._slo,
                 deadline_s=self._deadline_s,
             ),
             ClusterSnapshot(
@@ -184,7 +197,13 @@ class TurnsPlacer:
         self._workers.pop(worker.name, None)
 
     def place(
-        self, prompt_tokens: int, output_tokens: int, hashes: Items[int], avoid: frozenset[str], now_s: float
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        hashes: Items[int],
+        avoid: frozenset[str],
+        now_s: float,
+        asked: Asked | None,
     ) -> Placed:
         """See Placer."""
         readers = [worker for worker in self._workers.values() if not worker.role.writes_answers]

@@ -39,13 +39,15 @@ _WAIT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to measure. prompts: lengths in tokens; batches: sequences at once; contexts: of their prompts."""
+    """How much to measure. prompts: lengths in tokens; batches: sequences at once; contexts: of their prompts; pause_s:
+    before each prompt, for a worker that had nothing to do when one comes."""
 
     prompts: Sequence[int] = (16, 64, 256, 512, 1024, 2048)
     batches: Sequence[int] = (1, 2, 4, 8, 16)
     contexts: Sequence[int] = (32, 256)
     steps: int = 24
     repeats: int = 2
+    pause_s: float = 0.0
 
 
 async def find_worker(router: str, settings: RpcSettings) -> str:
@@ -74,7 +76,7 @@ async def profile(address: str, effort: Effort, say: Callable[[str], None], sett
     try:
         info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(GetInfoRequest(), timeout=10)
         async with _session(channel, info) as session:
-            samples = await _measure(session, info, effort, say)
+            samples, hops_s = await _measure(session, info, effort, say)
     except grpc.aio.AioRpcError as error:
         raise to_error(error) from error
     finally:
@@ -94,22 +96,28 @@ async def profile(address: str, effort: Effort, say: Callable[[str], None], sett
         samples=len(samples),
         residual_s=found.residual_s,
         median_error=found.median_error,
+        hop_s=max(0.0, statistics.median(hops_s)),
     )
 
 
 async def _measure(
     session: _Session, info: GetInfoResponse, effort: Effort, say: Callable[[str], None]
-) -> list[Sample]:
+) -> tuple[list[Sample], list[float]]:
+    """The steps, and what single prompts took more than those."""
     budget = info.step_budget_tokens
     most = info.max_model_len_tokens - effort.steps - 8
     blocks_tokens = info.total_blocks * info.layout.block_size_tokens
     await session.run(1, 8, 8)
     samples: list[Sample] = []
+    hops_s: list[float] = []
     for prompt in sorted({min(length, most) for length in effort.prompts if length <= most} or {max(1, most)}):
         for _ in range(effort.repeats):
+            await asyncio.sleep(effort.pause_s)
+            sent_s = time.perf_counter()
             ran = await session.run(1, prompt, 2)
             chunks = -(-prompt // budget)
             seconds = ran.stats[0].run_ms / 1e3
+            hops_s.append(ran.steps[0][0] - sent_s - seconds)
             samples.append(
                 Sample(
                     seconds,
@@ -133,7 +141,7 @@ async def _measure(
             middle = length + effort.steps // 2
             samples.append(Sample(seconds, 1, sequences=batch, context_tokens=batch * middle))
             say(f"{batch} answers at {middle:,} tokens: {seconds * 1e3:.2f} ms a step")
-    return samples
+    return samples, hops_s
 
 
 @dataclass(slots=True)
@@ -210,32 +218,6 @@ async def _session(channel: grpc.aio.Channel, info: GetInfoResponse) -> AsyncIte
         yield session
     finally:
         session.close()
-
-
-@asynccontextmanager
-async def keep_busy(address: str, settings: RpcSettings) -> AsyncIterator[None]:
-    """Has a worker write two answers all the time. Raises UnavailableError, EngineError. Cancellation ends them."""
-    channel = connect(address, settings)
-    try:
-        info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(GetInfoRequest(), timeout=10)
-        async with _session(channel, info) as session:
-            task = asyncio.create_task(_write_on(session))
-            try:
-                yield
-            finally:
-                task.cancel()
-                await asyncio.wait([task])
-            if not task.cancelled():
-                task.result()
-    except grpc.aio.AioRpcError as error:
-        raise to_error(error) from error
-    finally:
-        await channel.close()
-
-
-async def _write_on(session: _Session) -> None:
-    while True:
-        await session.run(2, 32, 200)
 
 
 def run(address: str, router: str, out: Path, effort: Effort, settings: RpcSettings, console: Console) -> int:

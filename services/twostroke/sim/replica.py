@@ -69,7 +69,7 @@ class ReplicaSpec:
     spare_model: str = ""
     """Profile by which steps with long prompts run while no other worker computes, on whose cores they then do too."""
     busy_model: str = ""
-    """Profile by which steps with prompts run while another worker computes, where that is of the same machine."""
+    """Profile by which steps run while another worker computes, where that is of the same machine."""
     sequences: int = 0
     block_tokens: int = 16
     unit_tokens: int = 0
@@ -107,6 +107,8 @@ class Profile:
     """Of single steps, as a share of their time."""
     link_bytes_per_s: float = 1e9
     link_start_s: float = 0.002
+    hop_s: float = 0.001
+    """What a prompt takes more than its steps, from whom the worker serves and back."""
 
     def save(self, path: Path) -> None:
         """Writes it as JSON."""

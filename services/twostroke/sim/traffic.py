@@ -5,6 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from twostroke.policy.snapshot import Slo
+
+
+class Asked(NamedTuple):
+    """What a router knows of a request besides its prompt: its class, and a guess at the length of its answer."""
+
+    slo: Slo
+    expected_output_tokens: int
 
 
 @dataclass(slots=True)
@@ -14,6 +24,7 @@ class Traffic:
     arrival_s: from the start of the trace; of no meaning in a closed loop. prompt_tokens, output_tokens: at least 1.
     hashes: of each request's full prefix units of unit_tokens tokens; empty where the trace has none.
     concurrency: of a closed loop, in which a request arrives when an earlier one is complete; 0 for an open one.
+    asked: of each request; empty where the placer takes all for alike.
     """
 
     arrival_s: array[float] = field(default_factory=lambda: array("d"))
@@ -22,6 +33,7 @@ class Traffic:
     hashes: Sequence[Sequence[int]] = ()
     unit_tokens: int = 0
     concurrency: int = 0
+    asked: Sequence[Asked] = ()
     name: str = ""
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from enum import Enum
 
-from twostroke.policy.snapshot import DEFAULT_SLO, Slo, WorkerSnapshot
+from twostroke.policy.snapshot import DEFAULT_SLO, Slo, WorkerSnapshot, tightest
 from twostroke.sim.engine import Engine
 from twostroke.sim.fleet import Role, WorkerKind
 from twostroke.sim.sequence import Sequence
@@ -50,6 +50,7 @@ class Worker:
         "role",
         "since_s",
         "slo",
+        "slos",
         "state",
     )
 
@@ -73,6 +74,9 @@ class Worker:
         self.expected_context = 0
         """Their prompt tokens."""
         self.slo: Slo = DEFAULT_SLO
+        """Of requests of which nothing was asked."""
+        self.slos: dict[Slo, int] = {}
+        """How many of its flights have which class."""
         self._seen: WorkerSnapshot | None = None
 
     def promise(self, prompt_tokens: int) -> None:
@@ -88,6 +92,19 @@ class Worker:
         self.promised -= -(-prompt_tokens // self.kind.limits.block_tokens)
         self.expected_context -= prompt_tokens
         self.engine.changed = True
+
+    def take(self, slo: Slo | None) -> None:
+        """A flight of that class needs it."""
+        self.flights += 1
+        if slo is not None:
+            self.slos[slo] = self.slos.get(slo, 0) + 1
+
+    def leave(self, slo: Slo | None) -> None:
+        """It needs it no more."""
+        self.flights -= 1
+        if slo is not None:
+            self.slos[slo] -= 1
+            self.engine.changed = True
 
     def snapshot(self, now_s: float) -> WorkerSnapshot:
         """For placement: as it stood when the composition of its batch or queues last changed."""
@@ -111,7 +128,7 @@ class Worker:
             step_budget_tokens=limits.budget_tokens,
             max_sequences=limits.sequences,
             most_step_s=limits.most_step_s,
-            slo=self.slo,
+            slo=tightest(self.slos, self.slo) if self.slos else self.slo,
             step_model=limits.model,
             prefill_token_s=limits.prefill_token_s,
         )
@@ -133,11 +150,13 @@ class Flight:
         "reading",
         "request",
         "reserved",
+        "slo",
         "writing",
     )
 
-    def __init__(self, request: int, delivered: int, decode: Worker) -> None:
+    def __init__(self, request: int, delivered: int, decode: Worker, slo: Slo | None) -> None:
         self.request = request
+        self.slo = slo
         self.delivered = delivered
         """Tokens that the client had when this attempt began."""
         self.decode = decode

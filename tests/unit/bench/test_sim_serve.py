@@ -22,7 +22,12 @@ STEP_S, TOKEN_S = 0.05, 0.001
 @pytest.fixture
 def profiles(tmp_path: Path) -> dict[str, ReplicaSpec]:
     found = {}
-    for name, factor in ((sim_serve.ONE_CORE, 1.0), (sim_serve.BUSY, 1.25), (sim_serve.ALL_CORES, 0.5)):
+    for name, factor in (
+        (sim_serve.ONE_CORE, 1.0),
+        (sim_serve.BUSY, 1.25),
+        (sim_serve.SPARE, 0.5),
+        (sim_serve.ALL_CORES, 0.5),
+    ):
         model = LinearStepModel(STEP_S * factor, 0.0, 0.0, TOKEN_S * factor)
         made = Profile("m", "e", model, 4000, 16, 512, 64, 46_080.0, 9, 0.001, 0.01)
         made.save(tmp_path / f"{name}.json")
@@ -32,7 +37,9 @@ def profiles(tmp_path: Path) -> dict[str, ReplicaSpec]:
 
 def test_a_lone_chat_is_predicted_exactly(profiles: dict[str, ReplicaSpec]) -> None:
     chat = [Arrival(1.0, CHAT, 100, 20)]
-    found = sim_serve.predicted(sim_serve.setup(systems.ONE, profiles, SloLimits()), chat, SloLimits(itl_s=0.25))
+    found = sim_serve.predicted(
+        sim_serve.setup(systems.ONE, profiles, SloLimits()), chat, {CHAT: SloLimits(itl_s=0.25)}
+    )
     half_step_s = STEP_S / 2
     assert found[CHAT]["ttft_p50_s"] == pytest.approx(half_step_s + 100 * TOKEN_S / 2 + 0.001, rel=0.01)
     assert found[CHAT]["itl_p50_ms"] == pytest.approx(half_step_s * 1e3, rel=0.01)
@@ -42,7 +49,7 @@ def test_a_lone_chat_is_predicted_exactly(profiles: dict[str, ReplicaSpec]) -> N
 def test_a_document_alone_has_all_cores(profiles: dict[str, ReplicaSpec]) -> None:
     document = [Arrival(0.0, DOCUMENT, 4000, 1)]
     pair, whole = (
-        sim_serve.predicted(sim_serve.setup(label, profiles, SloLimits()), document, SloLimits(itl_s=0.25))
+        sim_serve.predicted(sim_serve.setup(label, profiles, SloLimits()), document, {})
         for label in (systems.STRICT, "chunk-512")
     )
     assert pair[DOCUMENT]["ttft_p50_s"] == pytest.approx(whole[DOCUMENT]["ttft_p50_s"], rel=0.05)
@@ -51,7 +58,7 @@ def test_a_document_alone_has_all_cores(profiles: dict[str, ReplicaSpec]) -> Non
 def test_every_system_runs_on_its_own_cores(profiles: dict[str, ReplicaSpec]) -> None:
     arrivals = [Arrival(0.1 * index, CHAT, 20, 500) for index in range(8)] + [Arrival(1.0, DOCUMENT, 4000, 4)]
     pair, whole = (
-        sim_serve.predicted(sim_serve.setup(label, profiles, SloLimits()), arrivals, SloLimits(itl_s=0.25))
+        sim_serve.predicted(sim_serve.setup(label, profiles, SloLimits()), arrivals, {CHAT: SloLimits(itl_s=0.25)})
         for label in (systems.STRICT, "chunk-512")
     )
     assert pair[CHAT]["itl_p50_ms"] == pytest.approx(STEP_S * 1e3, rel=0.01)
@@ -66,7 +73,7 @@ def test_every_system_runs_on_its_own_cores(profiles: dict[str, ReplicaSpec]) ->
 )
 def test_every_system_of_bench_serve_is_known(label: str, profiles: dict[str, ReplicaSpec]) -> None:
     chosen = sim_serve.setup(label, profiles, SloLimits())
-    found = sim_serve.predicted(chosen, traffic.read(traffic.COMMITTED)["mixed"], SloLimits(itl_s=0.25))
+    found = sim_serve.predicted(chosen, traffic.read(traffic.COMMITTED)["mixed"], {CHAT: SloLimits(itl_s=0.25)})
     assert set(found) == {CHAT, DOCUMENT}
     assert min(each["ttft_p50_s"] for each in found.values()) > 0
 
@@ -78,7 +85,7 @@ def test_an_unknown_system_is_named(profiles: dict[str, ReplicaSpec]) -> None:
 
 def test_medians_are_compared_and_the_worst_is_checked(profiles: dict[str, ReplicaSpec]) -> None:
     mixes = {"chat": [Arrival(1.0, CHAT, 100, 20)]}
-    right = sim_serve.predicted(sim_serve.setup("one", profiles, SloLimits()), mixes["chat"], SloLimits())[CHAT]
+    right = sim_serve.predicted(sim_serve.setup("one", profiles, SloLimits()), mixes["chat"], {})[CHAT]
     common: dict[str, Value] = {"mix": "chat", "system": "one", "rounds": 2}
     rows: list[dict[str, Value]] = [
         {**common, "of": "all", "slo": None, "tokens_per_s": 1.0},

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 
 from twostroke.measures import SloLimits
 from twostroke.policy.plan import ALL_WAYS, ONE_POOL, STRICT
+from twostroke.policy.snapshot import Slo
 from twostroke.policy.step_model import LinearStepModel
 from twostroke.sim.cluster import Cluster
 from twostroke.sim.fleet import BOTH, DECODE, PREFILL, Failure, Fleet, Group, LinkKind, Role, WorkerKind
 from twostroke.sim.limits import Limits
 from twostroke.sim.placer import Placer, PolicyPlacer, PrefixPlacer, TurnsPlacer
 from twostroke.sim.summary import Summary, summarise
-from twostroke.sim.traffic import Traffic
+from twostroke.sim.traffic import Asked, Traffic
 from twostroke.sim.traffic_files import columns
 
+CHAT_SLO, DOCUMENT_SLO = Slo(0.2, 0.02), Slo(10.0, 1.0)
 MODEL = LinearStepModel(
     const_s=0.01,
     per_sequence_s=1e-4,
@@ -91,6 +93,8 @@ def random_traffic(source: random.Random, unit_tokens: int) -> Traffic:
         made.hashes = ()
     if source.random() < 0.2:
         made.concurrency = source.randint(1, 8)
+    if source.random() < 0.4:
+        made.asked = [Asked(source.choice([CHAT_SLO, DOCUMENT_SLO]), source.choice([1, 128])) for _ in rows]
     return made
 
 

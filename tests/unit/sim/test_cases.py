@@ -8,6 +8,7 @@ from twostroke.measures import SloLimits
 from twostroke.policy.plan import ONE_POOL, STRICT
 from twostroke.sim.fleet import BOTH, DECODE, PREFILL, Failure, LinkKind
 from twostroke.sim.placer import Placed, Placer, PolicyPlacer
+from twostroke.sim.traffic import Asked
 from twostroke.sim.traffic_files import columns
 from unit.sim.scenarios import PLAIN, fleet, kind, run, traffic
 
@@ -25,9 +26,15 @@ class LongOnDecode:
         self.added, self.left = placer.added, placer.left
 
     def place(
-        self, prompt_tokens: int, output_tokens: int, hashes: Sequence[int], avoid: frozenset[str], now_s: float
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        hashes: Sequence[int],
+        avoid: frozenset[str],
+        now_s: float,
+        asked: Asked | None,
     ) -> Placed:
-        placed = self._placer.place(prompt_tokens, output_tokens, hashes, avoid, now_s)
+        placed = self._placer.place(prompt_tokens, output_tokens, hashes, avoid, now_s, asked)
         return placed._replace(prefill=None) if prompt_tokens == 1900 else placed
 
 

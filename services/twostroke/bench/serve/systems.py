@@ -11,6 +11,7 @@ from twostroke.bench.stacks import VLLM_ROUTER_INSTALL, Builder, Served, Stack, 
 from twostroke.errors import ConfigError
 from twostroke.launch.devices import Devices
 from twostroke.measures import SloLimits
+from twostroke.policy.snapshot import Slo
 
 ONE, CHUNKED, ROUND_ROBIN, VLLM_ROUTER, STRICT, ALL = "one", "chunked", "round-robin", "vllm-router", "strict", "all"
 NAMES = (ONE, CHUNKED, ROUND_ROBIN, VLLM_ROUTER, STRICT, ALL)
@@ -43,13 +44,18 @@ def most_step_s(chats: SloLimits) -> float:
     return chats.ttft_s / 1.5
 
 
-def _class(slo: SloLimits) -> str:
-    """As --slo has it: one limit for the time between tokens, where 0 is none here and 1000 s there.
+def aimed(slo: SloLimits) -> Slo:
+    """As our router has it: one limit for the time between tokens, where 0 is none here and 1000 s there.
 
     Routers aim lower than what is promised: what they predict is the middle of what comes.
     """
     between_s = AIM * min(slo.itl_s or math.inf, slo.tpot_s or math.inf)
-    return f"{min(slo.ttft_s or math.inf, 1e3) * 1e3:g}/{min(between_s, 1e3) * 1e3:g}"
+    return Slo(min(slo.ttft_s or math.inf, 1e3), min(between_s, 1e3))
+
+
+def _class(slo: SloLimits) -> str:
+    found = aimed(slo)
+    return f"{found.ttft_s * 1e3:g}/{found.itl_s * 1e3:g}"
 
 
 @dataclass(frozen=True, slots=True)

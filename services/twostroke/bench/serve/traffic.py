@@ -110,7 +110,7 @@ def make() -> Mixes:
     return {
         "chat": _chats(source, 20.0),
         "documents": _documents((0.0, 4096), (2.0, 2048), (6.0, 4096)),
-        "mixed": _merged(_chats(source, 32.0), _documents((4.0, 4096), (7.0, 2048), (12.0, 4096))),
+        "mixed": _merged(_chats(source, 32.0), _documents((8.0, 4096), (11.0, 2048), (16.0, 4096))),
         "long": _merged(_chats(source, 70.0), _documents((4.0, 7000), (12.0, 4096))),
     }
 
