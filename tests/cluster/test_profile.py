@@ -8,7 +8,7 @@ from cluster.reference_cluster import running
 from twostroke.config import RpcSettings
 from twostroke.errors import UnavailableError
 from twostroke.policy.step_model import StepBatch
-from twostroke.sim.profile import Effort, find_worker, profile
+from twostroke.sim.profile import Effort, find_worker, measure, profile
 from twostroke.sim.replica import ReplicaSpec, load_profile, replica
 
 STEP_MS, TOKEN_US = 10.0, 50.0
@@ -21,7 +21,7 @@ async def test_profile_finds_the_worker_s_times(tmp_path: Path) -> None:
     async with running(worker_flags=flags) as cluster:
         address = await find_worker(f"127.0.0.1:{cluster.ports['router']}", RpcSettings())
         assert address.endswith(str(cluster.ports["decode-0"]))
-        found = await profile(address, EFFORT, lines.append, RpcSettings())
+        found = profile([await measure(address, EFFORT, lines.append, RpcSettings())])
         await cluster.empty()
     assert len(lines) == 3 + 4
     # The engine sleeps that long; a loaded machine sleeps longer.

@@ -1,4 +1,5 @@
-"""From measured steps to a step model: non-negative least squares by relative error."""
+"""From measured steps to a step model: non-negative least squares by relative error, over the medians of equal steps:
+a machine that is slow for a minute is slow for a few of each."""
 
 from __future__ import annotations
 
@@ -51,10 +52,11 @@ def fit(samples: Sequence[Sample]) -> Fit:
     """Raises ConfigError when there are too few samples to tell the terms apart."""
     if len(samples) < _FEATURES:
         raise ConfigError(f"{len(samples)} measured steps are too few for a profile; {_FEATURES} are needed")
-    rows = np.array([each.row() for each in samples])
-    seconds = np.array([each.seconds for each in samples])
-    scaled = rows / seconds[:, None]
-    terms = _non_negative(scaled)
+    times_s: dict[tuple[float, ...], list[float]] = {}
+    for each in samples:
+        times_s.setdefault(tuple(each.row()), []).append(each.seconds)
+    middle_s = np.array([np.median(found) for found in times_s.values()])
+    terms = _non_negative(np.array(list(times_s)) / middle_s[:, None])
     model = LinearStepModel(
         const_s=float(terms[0]),
         per_sequence_s=float(terms[1]),
@@ -63,6 +65,8 @@ def fit(samples: Sequence[Sample]) -> Fit:
         per_prefill_pair_s=float(terms[4]),
         per_prefill_chunk_s=float(terms[5]),
     )
+    rows = np.array([each.row() for each in samples])
+    seconds = np.array([each.seconds for each in samples])
     errors = rows @ terms - seconds
     return Fit(model, float(np.median(np.abs(errors) / seconds)), float(np.std(errors)))
 

@@ -40,14 +40,25 @@ _WAIT_S = 120.0
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much to measure. prompts: lengths in tokens; batches: sequences at once; contexts: of their prompts; pause_s:
-    before each prompt, for a worker that had nothing to do when one comes."""
+    before each prompt, for a worker that had nothing to do when one comes. Batches whose contexts are more than
+    most_context_tokens together are left out."""
 
     prompts: Sequence[int] = (16, 64, 256, 512, 1024, 2048)
     batches: Sequence[int] = (1, 2, 4, 8, 16)
-    contexts: Sequence[int] = (32, 256)
+    contexts: Sequence[int] = (32, 256, 2048)
     steps: int = 24
     repeats: int = 2
     pause_s: float = 0.0
+    most_context_tokens: int = 4608
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Steps of a worker. hops_s: what single prompts took more than their steps."""
+
+    info: GetInfoResponse
+    samples: Sequence[Sample]
+    hops_s: Sequence[float]
 
 
 async def find_worker(router: str, settings: RpcSettings) -> str:
@@ -67,7 +78,7 @@ async def find_worker(router: str, settings: RpcSettings) -> str:
     return str(min(ready, key=lambda each: (each.info.role == ROLE_PREFILL, each.load.running_requests)).address)
 
 
-async def profile(address: str, effort: Effort, say: Callable[[str], None], settings: RpcSettings) -> Profile:
+async def measure(address: str, effort: Effort, say: Callable[[str], None], settings: RpcSettings) -> Measured:
     """Measures a worker, which must be otherwise idle. Raises UnavailableError, EngineError, ConfigError.
 
     Cancellation ends what runs on the worker.
@@ -76,12 +87,17 @@ async def profile(address: str, effort: Effort, say: Callable[[str], None], sett
     try:
         info = await worker_pb2_grpc.WorkerServiceStub(channel).GetInfo(GetInfoRequest(), timeout=10)
         async with _session(channel, info) as session:
-            samples, hops_s = await _measure(session, info, effort, say)
+            return await _measure(session, info, effort, say)
     except grpc.aio.AioRpcError as error:
         raise to_error(error) from error
     finally:
         await channel.close()
-    found = fit(samples)
+
+
+def profile(measured: Sequence[Measured]) -> Profile:
+    """What a worker is, measured once or several times with time in between. Raises ConfigError for too few steps."""
+    samples = [sample for each in measured for sample in each.samples]
+    info, found = measured[0].info, fit(samples)
     layout = info.layout
     kv_bytes = 2 * layout.layers * layout.kv_heads * layout.head_size * _DTYPE_BYTES.get(layout.dtype, 2)
     return Profile(
@@ -96,14 +112,11 @@ async def profile(address: str, effort: Effort, say: Callable[[str], None], sett
         samples=len(samples),
         residual_s=found.residual_s,
         median_error=found.median_error,
-        hop_s=max(0.0, statistics.median(hops_s)),
+        hop_s=max(0.0, statistics.median(hop_s for each in measured for hop_s in each.hops_s)),
     )
 
 
-async def _measure(
-    session: _Session, info: GetInfoResponse, effort: Effort, say: Callable[[str], None]
-) -> tuple[list[Sample], list[float]]:
-    """The steps, and what single prompts took more than those."""
+async def _measure(session: _Session, info: GetInfoResponse, effort: Effort, say: Callable[[str], None]) -> Measured:
     budget = info.step_budget_tokens
     most = info.max_model_len_tokens - effort.steps - 8
     blocks_tokens = info.total_blocks * info.layout.block_size_tokens
@@ -131,7 +144,8 @@ async def _measure(
     for batch in effort.batches:
         for context in effort.contexts:
             length = min(context, most)
-            if batch > info.max_sequences or batch * (length + effort.steps + 16) > blocks_tokens:
+            held = batch * (length + effort.steps + 16) <= blocks_tokens
+            if batch > info.max_sequences or not held or batch * length > effort.most_context_tokens:
                 continue
             ran = await session.run(batch, length, effort.steps)
             gaps = ran.full_steps_s(batch)
@@ -141,7 +155,7 @@ async def _measure(
             middle = length + effort.steps // 2
             samples.append(Sample(seconds, 1, sequences=batch, context_tokens=batch * middle))
             say(f"{batch} answers at {middle:,} tokens: {seconds * 1e3:.2f} ms a step")
-    return samples, hops_s
+    return Measured(info, samples, hops_s)
 
 
 @dataclass(slots=True)
@@ -226,7 +240,7 @@ def run(address: str, router: str, out: Path, effort: Effort, settings: RpcSetti
     async def work() -> Profile:
         target = address or await find_worker(router, settings)
         line(console, f"worker {target}; nothing else should run on it", "dim")
-        return await profile(target, effort, lambda text: line(console, text), settings)
+        return profile([await measure(target, effort, lambda text: line(console, text), settings)])
 
     found = asyncio.run(work())
     found.save(out)

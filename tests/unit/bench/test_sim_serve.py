@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.bench import sim_serve
+from twostroke.bench import sim_profiles, sim_serve
 from twostroke.bench.record import Record, Value
 from twostroke.bench.serve import systems, traffic
 from twostroke.bench.serve.traffic import CHAT, DOCUMENT, Arrival
-from twostroke.bench.stacks import Stack
 from twostroke.errors import ConfigError
-from twostroke.launch.processes import ProcessSpec
 from twostroke.measures import SloLimits
 from twostroke.policy.step_model import LinearStepModel
 from twostroke.sim.replica import Profile, ReplicaSpec
@@ -23,10 +21,10 @@ STEP_S, TOKEN_S = 0.05, 0.001
 def profiles(tmp_path: Path) -> dict[str, ReplicaSpec]:
     found = {}
     for name, factor in (
-        (sim_serve.ONE_CORE, 1.0),
-        (sim_serve.BUSY, 1.25),
-        (sim_serve.SPARE, 0.5),
-        (sim_serve.ALL_CORES, 0.5),
+        (sim_profiles.ONE_CORE, 1.0),
+        (sim_profiles.BUSY, 1.25),
+        (sim_profiles.SPARE, 0.5),
+        (sim_profiles.ALL_CORES, 0.5),
     ):
         model = LinearStepModel(STEP_S * factor, 0.0, 0.0, TOKEN_S * factor)
         made = Profile("m", "e", model, 4000, 16, 512, 64, 46_080.0, 9, 0.001, 0.01)
@@ -113,15 +111,3 @@ def test_records_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"command": "python -m twostroke.bench.serve --quick", "rows": []}))
     with pytest.raises(ConfigError, match="other arrivals"):
         sim_serve.measured(path)
-
-
-def test_a_worker_alone_does_both_strokes_on_all_cores() -> None:
-    def spec(name: str, *flags: str) -> ProcessSpec:
-        return ProcessSpec(name, ("python", *flags), f"127.0.0.1:{len(name)}", {})
-
-    workers = (spec("prefill-0", "--role=prefill"), spec("decode-0", "--role=decode", "--cores=1"))
-    router = spec("router", "--workers=a,b", "--dtype=float32")
-    pair = Stack("twostroke", ((router, *workers),), ("127.0.0.1", 1), ("router",), ("prefill-0", "decode-0"))
-    ((made_router, only),) = sim_serve.alone(pair, (0, 1)).stages
-    assert only.command == ("python", "--role=both", "--cores=0,1")
-    assert made_router.command == ("python", f"--workers={only.address}", "--dtype=float32")

@@ -1,0 +1,145 @@
+"""Profiles of one of our workers in the places where bench-serve's systems have theirs: on a single core, there also
+while another one writes answers for clients, on a core with another to spare, and on all cores.
+
+Each is measured several times, in turn: a machine that others use is slow for minutes, of which no median of one minute
+knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from twostroke.bench.command import log_folder
+from twostroke.bench.load import Connection, requests
+from twostroke.bench.running import Say, running
+from twostroke.bench.serve import systems, traffic
+from twostroke.bench.serve.play import play
+from twostroke.bench.serve.traffic import CHAT, Arrival
+from twostroke.bench.stacks import Builder, Served, Stack
+from twostroke.config import RpcSettings, child_environment
+from twostroke.errors import UnavailableError
+from twostroke.launch import devices
+from twostroke.launch.model import obtain
+from twostroke.measures import SloLimits
+from twostroke.sim.profile import Effort, Measured, measure, profile
+from twostroke.sim.replica import ReplicaSpec
+
+ONE_CORE, BUSY, SPARE, ALL_CORES = "one-core", "one-core-busy", "spare-core", "all-cores"
+PLACES = (ONE_CORE, BUSY, SPARE, ALL_CORES)
+
+_PASSES = 3
+_KV_BYTES = 1 << 30
+_MAX_MODEL_LEN_TOKENS = 8192
+_CHAT_TOKENS, _CHATS, _CHAT_EVERY_S = 44, 9, 0.4
+"""Of a chat's prompt, as in the middle of the arrivals, and how many are asked for the time outside the engine."""
+_EFFORT = Effort(prompts=(16, _CHAT_TOKENS, 128, 512, 1024, 2048, 4096), repeats=1)
+_PAUSE_S = 0.25
+_COMPANY, _COMPANY_TOKENS = 4, 400
+"""Clients of a busy worker, and the length of their answers."""
+
+
+async def profiled(folder: Path, say: Say) -> dict[str, ReplicaSpec]:
+    """By place; measured unless the folder, which exists, has them all. Cancellation takes everything down."""
+    paths = {place: folder / f"{place}.json" for place in PLACES}
+    if all(path.exists() for path in paths.values()):
+        say(f"{folder} has profiles already; remove them to measure again")
+    else:
+        found: dict[str, list[Measured]] = {place: [] for place in PLACES}
+        for number in range(_PASSES):
+            say(f"pass {number + 1} of {_PASSES}")
+            await _pass(found, say)
+        for place, path in paths.items():
+            made = profile(found[place])
+            made.save(path)
+            say(f"written to {path}: median error {made.median_error:.1%} of {made.samples} samples")
+    return {place: ReplicaSpec(str(path)) for place, path in paths.items()}
+
+
+async def _pass(found: Mapping[str, list[Measured]], say: Say) -> None:
+    for place in (ONE_CORE, SPARE, ALL_CORES):
+        stack = _stack(place, say)
+        async with running([stack], log_folder(f"sim_serve/{place}"), say) as ((served, _),):
+            # Decode for the place alone and prefill, whose steps depend on what others do, for those with company.
+            first, last = (_address(stack, stack.front_ends[index]) for index in (0, -1))
+            found[place].append(await _measure(last if place == ONE_CORE else first, place, _EFFORT, say))
+            if place == ONE_CORE:
+                async with _company(stack.address):
+                    busy = await _measure(first, BUSY, replace(_EFFORT, pause_s=_PAUSE_S), say)
+                    found[BUSY].append(replace(busy, hops_s=await _hops_s(stack.address, busy)))
+            served.check_alive()
+
+
+async def _measure(address: str, place: str, effort: Effort, say: Say) -> Measured:
+    return await measure(address, effort, lambda text: say(f"{place}: {text}"), RpcSettings())
+
+
+@asynccontextmanager
+async def _company(address: tuple[str, int]) -> AsyncIterator[None]:
+    """Clients that read answers all the time. Raises UnavailableError when one fails. Cancellation ends them."""
+    asked = requests("company", _CHAT_TOKENS, _COMPANY_TOKENS)
+
+    async def read_on() -> None:
+        connection = await Connection.open(*address)
+        try:
+            while True:
+                await connection.ask(next(asked))
+        finally:
+            connection.close()
+
+    clients = [asyncio.create_task(read_on()) for _ in range(_COMPANY)]
+    try:
+        yield
+    finally:
+        for client in clients:
+            client.cancel()
+        await asyncio.wait(clients)
+    for client in clients:
+        if not client.cancelled():
+            client.result()
+
+
+async def _hops_s(address: tuple[str, int], measured: Measured) -> list[float]:
+    """What first tokens of chats take more than the step of such a prompt. Raises UnavailableError."""
+    (step_s,) = [each.seconds for each in measured.samples if each.prefill_tokens == _CHAT_TOKENS]
+    chats = [Arrival(index * _CHAT_EVERY_S, CHAT, _CHAT_TOKENS, 2) for index in range(_CHATS)]
+    seen = await play(address, chats, traffic.bodies(chats, "hop"), lambda: None)
+    if broken := [each.error for each in seen if each.error]:
+        raise UnavailableError(f"the time outside the engine could not be measured: {broken[0]}")
+    return [statistics.median(each.ttft_s for each in seen) - step_s]
+
+
+def _stack(place: str, say: Say) -> Stack:
+    """Two of our workers on a core each, or one on all cores."""
+    environment = child_environment()
+    found = devices.detect(environment)
+    chunk = systems.DEFAULT_CHUNK_TOKENS if place == ALL_CORES else systems.chosen([systems.STRICT], ())[0].chunk_tokens
+    served = Served(obtain("", say), _KV_BYTES, _MAX_MODEL_LEN_TOKENS, chunk)
+    flags = ("--most-step-s=0",) if place == SPARE else ("--most-step-s=0", "--spare-cores=")
+    asked = systems.router_args(systems.STRICT, {CHAT: SloLimits()})
+    pair = Builder(served, found, environment).twostroke(flags, asked)
+    return alone(pair, found.cores) if place == ALL_CORES else pair
+
+
+def alone(pair: Stack, cores: Sequence[int]) -> Stack:
+    """The decode worker of a pair as the only worker, for both strokes, on these cores."""
+    ((router, *workers),) = pair.stages
+    worker = workers[-1]
+    flags = {"--role": "both", "--cores": ",".join(map(str, cores)), "--spare-cores": ""}
+    command = tuple(_with(argument, flags) for argument in worker.command)
+    only = {"--workers": worker.address}
+    router = replace(router, command=tuple(_with(argument, only) for argument in router.command))
+    return replace(pair, stages=((router, replace(worker, command=command)),), front_ends=(worker.name,))
+
+
+def _with(argument: str, flags: Mapping[str, str]) -> str:
+    name, equals, _ = argument.partition("=")
+    return f"{name}={flags[name]}" if equals and name in flags else argument
+
+
+def _address(stack: Stack, name: str) -> str:
+    return next(spec.address for spec in stack.processes if spec.name == name)
