@@ -6,10 +6,13 @@ import pytest
 
 from twostroke.measures import SloLimits
 from twostroke.policy.plan import ONE_POOL, STRICT
+from twostroke.policy.snapshot import Slo
+from twostroke.policy.step_model import LinearStepModel
 from twostroke.sim.fleet import BOTH, DECODE, PREFILL, Failure, LinkKind
-from twostroke.sim.placer import Placed, Placer, PolicyPlacer
+from twostroke.sim.placer import Placed, Placer, PolicyPlacer, TurnsPlacer
 from twostroke.sim.traffic import Asked
 from twostroke.sim.traffic_files import columns
+from twostroke.sim.worker import Worker
 from unit.sim.scenarios import PLAIN, fleet, kind, run, traffic
 
 HOP_S = 0.001
@@ -208,3 +211,64 @@ def test_lost_request_of_the_dead_is_not_counted_twice() -> None:
     # Every token but the first is the end of exactly one gap; the gap over a failure is not seen by the new worker.
     assert 190 <= counts.sum() <= 198
     assert sizes.min() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_workers_of_one_machine_are_slower_together() -> None:
+    """A step takes 10 ms alone and 20 beside another; one answer of 40 tokens ends in the middle of one of 100."""
+    slow = LinearStepModel(0.02, 0.0, 0.0, 2e-4)
+    chosen = fleet((kind(PLAIN, busy_model=slow), BOTH, 2), hop_s=0.0)
+    cluster, summary = run(chosen, traffic([(0.0, 1, 100), (0.0, 1, 40)]), TurnsPlacer(chosen))
+    sizes, counts = cluster.records.gaps.bins()
+    assert dict(zip(sizes.round(3).tolist(), counts.tolist(), strict=True)) == {
+        0.01: pytest.approx(60, abs=1),
+        0.02: pytest.approx(78, abs=1),
+    }
+    assert summary.e2e.largest == pytest.approx(0.010 + 39 * 0.020 + 60 * 0.010, abs=0.03)
+
+
+def test_a_worker_is_held_to_the_tightest_class_of_its_requests() -> None:
+    chosen = fleet((kind(PLAIN), BOTH, 1), hop_s=0.0)
+    chat, document = Asked(Slo(0.2, 0.02), 5), Asked(Slo(10.0, 1.0), 1)
+    what = traffic([(0.0, 100, 50), (0.1, 100, 5), (1.0, 100, 5)])
+    what.asked = [document, chat, document]
+    placer = Remembers(PolicyPlacer(chosen, ONE_POOL, slo=Slo(7.0, 7.0)))
+    cluster, _ = run(chosen, what, placer)
+    assert placer.asked == what.asked
+    (worker,) = cluster.workers
+    assert [slo for slo, count in worker.slos.items() if count] == []
+    assert worker.snapshot(9.0).slo == Slo(7.0, 7.0)
+    assert placer.slos == [Slo(7.0, 7.0), document.slo, Slo(7.0, 7.0)]
+    worker.take(document.slo)
+    worker.take(chat.slo)
+    worker.engine.changed = True
+    assert worker.snapshot(9.0).slo == chat.slo
+
+
+class Remembers:
+    """Another placer's decisions, and with which classes they were made."""
+
+    shortest_first = True
+
+    def __init__(self, placer: PolicyPlacer) -> None:
+        self._placer = placer
+        self.left = placer.left
+        self.asked: list[Asked | None] = []
+        self.slos: list[Slo] = []
+        self._workers: list[Worker] = []
+
+    def added(self, worker: Worker) -> None:
+        self._placer.added(worker)
+        self._workers.append(worker)
+
+    def place(
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        hashes: Sequence[int],
+        avoid: frozenset[str],
+        now_s: float,
+        asked: Asked | None,
+    ) -> Placed:
+        self.asked.append(asked)
+        self.slos.append(self._workers[0].snapshot(now_s).slo)
+        return self._placer.place(prompt_tokens, output_tokens, hashes, avoid, now_s, asked)

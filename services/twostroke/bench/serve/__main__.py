@@ -226,7 +226,7 @@ def _sizes(text: str) -> list[int]:
 
 @app.command(help=__doc__)
 def main(
-    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds; every system is started in each.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds; every system is started in each.")] = 3,
     mixes: Annotated[str, typer.Option(metavar="LIST", help="Of the arrivals' mixes.")] = ",".join(MIXES),
     names: Annotated[str, typer.Option("--systems", metavar="LIST", help="Systems to compare.")] = ",".join(
         systems.NAMES
