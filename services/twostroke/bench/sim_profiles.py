@@ -50,17 +50,28 @@ async def profiled(folder: Path, say: Say) -> dict[str, ReplicaSpec]:
         say(f"{folder} has profiles already; remove them to measure again")
     else:
         found: dict[str, list[Measured]] = {place: [] for place in PLACES}
+        ttfts_s: list[float] = []
         for number in range(_PASSES):
             say(f"pass {number + 1} of {_PASSES}")
-            await _pass(found, say)
+            ttfts_s += await _pass(found, say)
         for place, path in paths.items():
             made = profile(found[place])
+            if place == BUSY:
+                made = replace(made, hop_s=hop_s(ttfts_s, found[BUSY]))
             made.save(path)
             say(f"written to {path}: median error {made.median_error:.1%} of {made.samples} samples")
     return {place: ReplicaSpec(str(path)) for place, path in paths.items()}
 
 
-async def _pass(found: Mapping[str, list[Measured]], say: Say) -> None:
+def hop_s(ttfts_s: Sequence[float], measured: Sequence[Measured]) -> float:
+    """What the first token of a chat takes more than the step of such a prompt, in the middle of both."""
+    steps_s = [each.seconds for one in measured for each in one.samples if each.prefill_tokens == _CHAT_TOKENS]
+    return max(0.0, statistics.median(ttfts_s) - statistics.median(steps_s))
+
+
+async def _pass(found: Mapping[str, list[Measured]], say: Say) -> list[float]:
+    """Once everywhere; returns what first tokens of chats took beside the company."""
+    ttfts_s: list[float] = []
     for place in (ONE_CORE, SPARE, ALL_CORES):
         stack = _stack(place, say)
         async with running([stack], log_folder(f"sim_serve/{place}"), say) as ((served, _),):
@@ -69,9 +80,10 @@ async def _pass(found: Mapping[str, list[Measured]], say: Say) -> None:
             found[place].append(await _measure(last if place == ONE_CORE else first, place, _EFFORT, say))
             if place == ONE_CORE:
                 async with _company(stack.address):
-                    busy = await _measure(first, BUSY, replace(_EFFORT, pause_s=_PAUSE_S), say)
-                    found[BUSY].append(replace(busy, hops_s=await _hops_s(stack.address, busy)))
+                    found[BUSY].append(await _measure(first, BUSY, replace(_EFFORT, pause_s=_PAUSE_S), say))
+                    ttfts_s = await _ttfts_s(stack.address)
             served.check_alive()
+    return ttfts_s
 
 
 async def _measure(address: str, place: str, effort: Effort, say: Say) -> Measured:
@@ -103,14 +115,13 @@ async def _company(address: tuple[str, int]) -> AsyncIterator[None]:
             client.result()
 
 
-async def _hops_s(address: tuple[str, int], measured: Measured) -> list[float]:
-    """What first tokens of chats take more than the step of such a prompt. Raises UnavailableError."""
-    (step_s,) = [each.seconds for each in measured.samples if each.prefill_tokens == _CHAT_TOKENS]
+async def _ttfts_s(address: tuple[str, int]) -> list[float]:
+    """What first tokens of chats take. Raises UnavailableError."""
     chats = [Arrival(index * _CHAT_EVERY_S, CHAT, _CHAT_TOKENS, 2) for index in range(_CHATS)]
     seen = await play(address, chats, traffic.bodies(chats, "hop"), lambda: None)
     if broken := [each.error for each in seen if each.error]:
         raise UnavailableError(f"the time outside the engine could not be measured: {broken[0]}")
-    return [statistics.median(each.ttft_s for each in seen) - step_s]
+    return [each.ttft_s for each in seen]
 
 
 def _stack(place: str, say: Say) -> Stack:

@@ -1,8 +1,13 @@
 """Where bench-sim-serve measures a worker."""
 
+import pytest
+
 from twostroke.bench import sim_profiles
 from twostroke.bench.stacks import Stack
 from twostroke.launch.processes import ProcessSpec
+from twostroke.sim.fit import Sample
+from twostroke.sim.profile import Measured
+from twostroke.v1.worker_pb2 import GetInfoResponse
 
 
 def test_a_worker_alone_does_both_strokes_on_all_cores() -> None:
@@ -15,3 +20,11 @@ def test_a_worker_alone_does_both_strokes_on_all_cores() -> None:
     ((made_router, only),) = sim_profiles.alone(pair, (0, 1)).stages
     assert only.command == ("python", "--role=both", "--cores=0,1")
     assert made_router.command == ("python", f"--workers={only.address}", "--dtype=float32")
+
+
+def test_the_time_outside_the_engine_is_of_medians() -> None:
+    """One slow step and one slow answer of five are not what a chat meets."""
+    chat = [Sample(seconds, 1, prefill_tokens=44) for seconds in (0.08, 0.08, 0.2)]
+    passes = [Measured(GetInfoResponse(), [each, Sample(9.0, 8, prefill_tokens=4096)], [0.003]) for each in chat]
+    assert sim_profiles.hop_s([0.09, 0.091, 0.092, 0.093, 0.9], passes) == pytest.approx(0.012)
+    assert sim_profiles.hop_s([0.01], passes) == 0
