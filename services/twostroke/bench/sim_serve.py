@@ -25,7 +25,7 @@ from twostroke.bench.serve.traffic import CHAT, KINDS, Arrival
 from twostroke.bench.sim_profiles import ALL_CORES, BUSY, ONE_CORE, SPARE, profiled
 from twostroke.errors import ConfigError
 from twostroke.measures import SloLimits, parse_slo
-from twostroke.router.progress import EXPECTED_TOKENS
+from twostroke.policy.snapshot import EXPECTED_TOKENS
 from twostroke.sim import traffic_files
 from twostroke.sim.cluster import Cluster
 from twostroke.sim.replica import ReplicaSpec, load_profile

@@ -26,6 +26,9 @@ class Slo:
 
 DEFAULT_SLO = Slo()
 
+EXPECTED_TOKENS = 128
+"""What an answer is taken to have, or to have still, at most: nobody knows."""
+
 
 def tightest(slos: Mapping[Slo, int], default: Slo) -> Slo:
     """The tightest class of those of which there is any; default where there is none. slos: how many of each."""
@@ -202,7 +205,7 @@ class PlacementRequest:
         self,
         prompt_tokens: int,
         avoid: frozenset[str] = NOBODY,
-        expected_output_tokens: int = 128,
+        expected_output_tokens: int = EXPECTED_TOKENS,
         cached_tokens: Mapping[str, int] = NOTHING_CACHED,
         slo: Slo = DEFAULT_SLO,
         deadline_s: float | None = None,

@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 
 from twostroke.policy.placement import PlacementRequest
-from twostroke.policy.snapshot import DEFAULT_SLO, Slo
+from twostroke.policy.snapshot import DEFAULT_SLO, EXPECTED_TOKENS, Slo
 from twostroke.router.output import Output, Trail
 from twostroke.v1.engine_pb2 import EngineRequest, Finish, FinishReason, Logprobs, PromptStats, SamplingParams
 
-EXPECTED_TOKENS = 128
-"""What an answer is taken to have, or to have still, at most: nobody knows."""
 MOST_URGENT, LEAST_URGENT = -16, 16
 """Priorities beyond count as these: each has a queue of its own."""
 
