@@ -8,6 +8,7 @@ knows.
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from twostroke.bench.command import log_folder
-from twostroke.bench.load import Connection, requests
+from twostroke.bench.load import drive, requests
 from twostroke.bench.running import Say, running
 from twostroke.bench.serve import systems, traffic
 from twostroke.bench.serve.play import play
@@ -33,8 +34,6 @@ ONE_CORE, BUSY, SPARE, ALL_CORES = "one-core", "one-core-busy", "spare-core", "a
 PLACES = (ONE_CORE, BUSY, SPARE, ALL_CORES)
 
 _PASSES = 3
-_KV_BYTES = 1 << 30
-_MAX_MODEL_LEN_TOKENS = 8192
 _CHAT_TOKENS, _CHATS, _CHAT_EVERY_S = 44, 9, 0.4
 """Of a chat's prompt, as in the middle of the arrivals, and how many are asked for the time outside the engine."""
 _EFFORT = Effort(prompts=(16, _CHAT_TOKENS, 128, 512, 1024, 2048, 4096), repeats=1)
@@ -94,25 +93,14 @@ async def _measure(address: str, place: str, effort: Effort, say: Say) -> Measur
 async def _company(address: tuple[str, int]) -> AsyncIterator[None]:
     """Clients that read answers all the time. Raises UnavailableError when one fails. Cancellation ends them."""
     asked = requests("company", _CHAT_TOKENS, _COMPANY_TOKENS)
-
-    async def read_on() -> None:
-        connection = await Connection.open(*address)
-        try:
-            while True:
-                await connection.ask(next(asked))
-        finally:
-            connection.close()
-
-    clients = [asyncio.create_task(read_on()) for _ in range(_COMPANY)]
+    clients = asyncio.create_task(drive(address, asked, _COMPANY, math.inf, lambda: None))
     try:
         yield
     finally:
-        for client in clients:
-            client.cancel()
-        await asyncio.wait(clients)
-    for client in clients:
-        if not client.cancelled():
-            client.result()
+        clients.cancel()
+        await asyncio.wait([clients])
+    if not clients.cancelled():
+        clients.result()
 
 
 async def _ttfts_s(address: tuple[str, int]) -> list[float]:
@@ -128,8 +116,8 @@ def _stack(place: str, say: Say) -> Stack:
     """Two of our workers on a core each, or one on all cores."""
     environment = child_environment()
     found = devices.detect(environment)
-    chunk = systems.DEFAULT_CHUNK_TOKENS if place == ALL_CORES else systems.chosen([systems.STRICT], ())[0].chunk_tokens
-    served = Served(obtain("", say), _KV_BYTES, _MAX_MODEL_LEN_TOKENS, chunk)
+    chunk = systems.DEFAULT_CHUNK_TOKENS if place == ALL_CORES else systems.OUR_CHUNK_TOKENS
+    served = Served(obtain("", say), systems.KV_BYTES, systems.MAX_MODEL_LEN_TOKENS, chunk)
     flags = ("--most-step-s=0",) if place == SPARE else ("--most-step-s=0", "--spare-cores=")
     asked = systems.router_args(systems.STRICT, {CHAT: SloLimits()})
     pair = Builder(served, found, environment).twostroke(flags, asked)

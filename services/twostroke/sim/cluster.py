@@ -122,7 +122,7 @@ class Cluster(Lives):
         avoid = self._failed_on.get(request, NOBODY) if self._failed_on else NOBODY
         asked = traffic.asked[request] if traffic.asked else None
         try:
-            prefill, decode, chunk = self._placer.place(prompt, output, hashes, avoid, now_s, asked)
+            prefill, decode, chunk = self._placer.place(prompt, hashes, avoid, now_s, asked)
         except NoWorkerError:
             if delivered:
                 self._delivered[request] = delivered

@@ -43,15 +43,9 @@ class Placer(Protocol):
         ...
 
     def place(
-        self,
-        prompt_tokens: int,
-        output_tokens: int,
-        hashes: Items[int],
-        avoid: frozenset[str],
-        now_s: float,
-        asked: Asked | None,
+        self, prompt_tokens: int, hashes: Items[int], avoid: frozenset[str], now_s: float, asked: Asked | None
     ) -> Placed:
-        """Raises NoWorkerError. output_tokens is the truth, which no router knows: only for counting."""
+        """Raises NoWorkerError."""
         ...
 
 
@@ -137,13 +131,7 @@ class PolicyPlacer:
         self._cells.remove(worker)
 
     def place(
-        self,
-        prompt_tokens: int,
-        output_tokens: int,
-        hashes: Items[int],
-        avoid: frozenset[str],
-        now_s: float,
-        asked: Asked | None,
+        self, prompt_tokens: int, hashes: Items[int], avoid: frozenset[str], now_s: float, asked: Asked | None
     ) -> Placed:
         """See Placer."""
         workers = self._cells.next()
@@ -197,13 +185,7 @@ class TurnsPlacer:
         self._workers.pop(worker.name, None)
 
     def place(
-        self,
-        prompt_tokens: int,
-        output_tokens: int,
-        hashes: Items[int],
-        avoid: frozenset[str],
-        now_s: float,
-        asked: Asked | None,
+        self, prompt_tokens: int, hashes: Items[int], avoid: frozenset[str], now_s: float, asked: Asked | None
     ) -> Placed:
         """See Placer."""
         readers = [worker for worker in self._workers.values() if not worker.role.writes_answers]

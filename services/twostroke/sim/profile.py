@@ -49,7 +49,7 @@ class Effort:
     steps: int = 24
     repeats: int = 2
     pause_s: float = 0.0
-    most_context_tokens: int = 4608
+    most_context_tokens: int = 4096
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,8 @@ class Replica:
     kv_bytes_per_token: float
     network_bytes_per_s: float
     """Of all its GPUs together."""
+    hop_s: float = 0.001
+    """What a message takes to it: as its profile has it, or a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ def _profiled(spec: ReplicaSpec, profile: Profile) -> Replica:
         start_s=spec.start_s,
         label=f"profile of {profile.model}",
     )
-    return Replica(kind, profile.kv_bytes_per_token, profile.link_bytes_per_s)
+    return Replica(kind, profile.kv_bytes_per_token, profile.link_bytes_per_s, profile.hop_s)
 
 
 def _step_model(profile: str) -> StepModel | None:

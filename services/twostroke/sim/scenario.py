@@ -94,7 +94,8 @@ def _paced(traffic: Traffic, rate: float, cv: float, seed: int) -> Traffic:
 class FleetSpec:
     """How many replicas of what. prefill_spec, decode_spec: where they differ from `spec`.
 
-    link_gbps: of one worker's port in Gbit/s; 0 takes the hardware sheet's network.
+    link_gbps: of one worker's port in Gbit/s; 0 takes the hardware sheet's network. hop_s: from one process to another;
+    None takes what a profile has measured, or a millisecond.
     """
 
     spec: ReplicaSpec
@@ -107,7 +108,7 @@ class FleetSpec:
     link: LinkKind = field(default_factory=LinkKind)
     overlap: bool = True
     decode_first_token: bool = False
-    hop_s: float = 0.001
+    hop_s: float | None = None
     cell_workers: int = 0
     failures: tuple[Failure, ...] = ()
 
@@ -135,7 +136,7 @@ class FleetSpec:
             kv_bytes_per_token=sender.kv_bytes_per_token,
             overlap=self.overlap,
             decode_first_token=self.decode_first_token,
-            hop_s=self.hop_s,
+            hop_s=sender.hop_s if self.hop_s is None else self.hop_s,
             cell_workers=self.cell_workers,
             failures=self.failures,
         )

@@ -19,25 +19,28 @@ HOP_S = 0.001
 SLACK_S = 1e-6
 
 
-class LongOnDecode:
-    """Another placer's decisions, but prompts of 1,900 tokens are computed by decode."""
+class Watched:
+    """Another placer's decisions, but decode computes prompts of 1,900 tokens; remembers with what they were made."""
 
     shortest_first = True
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
-        self.added, self.left = placer.added, placer.left
+        self.left = placer.left
+        self.asked: list[Asked | None] = []
+        self.slos: list[Slo] = []
+        self._workers: list[Worker] = []
+
+    def added(self, worker: Worker) -> None:
+        self._placer.added(worker)
+        self._workers.append(worker)
 
     def place(
-        self,
-        prompt_tokens: int,
-        output_tokens: int,
-        hashes: Sequence[int],
-        avoid: frozenset[str],
-        now_s: float,
-        asked: Asked | None,
+        self, prompt_tokens: int, hashes: Sequence[int], avoid: frozenset[str], now_s: float, asked: Asked | None
     ) -> Placed:
-        placed = self._placer.place(prompt_tokens, output_tokens, hashes, avoid, now_s, asked)
+        self.asked.append(asked)
+        self.slos.append(self._workers[0].snapshot(now_s).slo)
+        placed = self._placer.place(prompt_tokens, hashes, avoid, now_s, asked)
         return placed._replace(prefill=None) if prompt_tokens == 1900 else placed
 
 
@@ -78,7 +81,7 @@ def test_waiting_for_a_busy_decode_worker_is_a_part_of_the_time() -> None:
     busy = kind(PLAIN, budget_tokens=4096)
     chosen = fleet((busy, PREFILL, 1), (busy, DECODE, 1), hop_s=0.0, link=LinkKind(bytes_per_s=1e15, start_s=0.0))
     # A prompt of 1,900 tokens on decode itself: 10 + 190 ms from 0 to 200 ms.
-    placer = LongOnDecode(PolicyPlacer(chosen, STRICT))
+    placer = Watched(PolicyPlacer(chosen, STRICT))
     cluster, _ = run(chosen, traffic([(0.0, 1900, 2), (0.0, 400, 3)]), placer)
     parts = cluster.records.parts_s(1)
     assert parts["prefill"] == pytest.approx(0.050, abs=SLACK_S)
@@ -231,7 +234,7 @@ def test_a_worker_is_held_to_the_tightest_class_of_its_requests() -> None:
     chat, document = Asked(Slo(0.2, 0.02), 5), Asked(Slo(10.0, 1.0), 1)
     what = traffic([(0.0, 100, 50), (0.1, 100, 5), (1.0, 100, 5)])
     what.asked = [document, chat, document]
-    placer = Remembers(PolicyPlacer(chosen, ONE_POOL, slo=Slo(7.0, 7.0)))
+    placer = Watched(PolicyPlacer(chosen, ONE_POOL, slo=Slo(7.0, 7.0)))
     cluster, _ = run(chosen, what, placer)
     assert placer.asked == what.asked
     (worker,) = cluster.workers
@@ -242,33 +245,3 @@ def test_a_worker_is_held_to_the_tightest_class_of_its_requests() -> None:
     worker.take(chat.slo)
     worker.engine.changed = True
     assert worker.snapshot(9.0).slo == chat.slo
-
-
-class Remembers:
-    """Another placer's decisions, and with which classes they were made."""
-
-    shortest_first = True
-
-    def __init__(self, placer: PolicyPlacer) -> None:
-        self._placer = placer
-        self.left = placer.left
-        self.asked: list[Asked | None] = []
-        self.slos: list[Slo] = []
-        self._workers: list[Worker] = []
-
-    def added(self, worker: Worker) -> None:
-        self._placer.added(worker)
-        self._workers.append(worker)
-
-    def place(
-        self,
-        prompt_tokens: int,
-        output_tokens: int,
-        hashes: Sequence[int],
-        avoid: frozenset[str],
-        now_s: float,
-        asked: Asked | None,
-    ) -> Placed:
-        self.asked.append(asked)
-        self.slos.append(self._workers[0].snapshot(now_s).slo)
-        return self._placer.place(prompt_tokens, output_tokens, hashes, avoid, now_s, asked)

@@ -20,12 +20,12 @@ OURS = (STRICT, ALL)
 
 DEFAULT_CHUNK_TOKENS = 2048
 """vLLM's own on such a machine."""
-_OUR_CHUNK_TOKENS = 512
+OUR_CHUNK_TOKENS = 512
 """Our workers' own."""
 AIM = 0.65
 """Of the limit for the time between tokens."""
-_KV_BYTES = 1 << 30
-_MAX_MODEL_LEN_TOKENS = 8192
+KV_BYTES = 1 << 30
+MAX_MODEL_LEN_TOKENS = 8192
 
 
 def router_args(system: str, slos: Mapping[str, SloLimits]) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def chosen(names: Sequence[str], chunks: Sequence[int]) -> list[System]:
         raise ConfigError(f"--systems {','.join(unknown)}: choose among {','.join(NAMES)}")
     if {ROUND_ROBIN, VLLM_ROUTER} & set(names) and not vllm_router_installed():
         raise ConfigError(f"vllm-router is not installed; {VLLM_ROUTER_INSTALL}, or choose others with --systems")
-    sizes = {CHUNKED: tuple(chunks), STRICT: (_OUR_CHUNK_TOKENS,), ALL: (_OUR_CHUNK_TOKENS,)}
+    sizes = {CHUNKED: tuple(chunks), STRICT: (OUR_CHUNK_TOKENS,), ALL: (OUR_CHUNK_TOKENS,)}
     return [System(name, size) for name in dict.fromkeys(names) for size in sizes.get(name, (DEFAULT_CHUNK_TOKENS,))]
 
 
@@ -87,7 +87,7 @@ def stack(
 ) -> Stack:
     """Its processes, on free ports. model: folder; slos: by kind. Raises ConfigError for flags that are none."""
     engines = 1 if system.name in (ONE, CHUNKED) else 2
-    served = Served(model, _KV_BYTES * 2 // engines, _MAX_MODEL_LEN_TOKENS, system.chunk_tokens)
+    served = Served(model, KV_BYTES * 2 // engines, MAX_MODEL_LEN_TOKENS, system.chunk_tokens)
     builder = Builder(served, devices, environment)
     if system.name in OURS:
         made = builder.twostroke(worker_args(slos), router_args(system.name, slos))
