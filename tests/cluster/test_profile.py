@@ -1,5 +1,6 @@
 """`twostroke profile` against a real worker process."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from twostroke.errors import UnavailableError
 from twostroke.policy.step_model import StepBatch
 from twostroke.sim.profile import Effort, find_worker, measure, profile
 from twostroke.sim.replica import ReplicaSpec, load_profile, replica
+from twostroke.sim.scenario import FleetSpec
+from twostroke.sim.traffic import Traffic
 
 STEP_MS, TOKEN_US = 10.0, 50.0
 EFFORT = Effort(prompts=(64, 256, 512), batches=(1, 4), contexts=(16, 64), steps=12, repeats=1)
@@ -32,7 +35,10 @@ async def test_profile_finds_the_worker_s_times(tmp_path: Path) -> None:
     path = tmp_path / "worker.json"
     found.save(path)
     assert load_profile(path) == found
-    kind = replica(ReplicaSpec(str(path))).kind
+    spec = FleetSpec(ReplicaSpec(str(path)), both=1)
+    assert found.hop_s > 0
+    assert (spec.make(Traffic()).hop_s, replace(spec, hop_s=0.5).make(Traffic()).hop_s) == (found.hop_s, 0.5)
+    kind = replica(spec.spec).kind
     assert kind.limits.budget_tokens == found.step_budget_tokens
     assert kind.limits.decode_terms(1)[0] == pytest.approx(found.step_model.decode_terms(1)[0], rel=1e-6)
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from twostroke.bench.command import log_folder
-from twostroke.bench.load import drive, requests
+from twostroke.bench.load import Load, drive, requests
 from twostroke.bench.running import Say, running
 from twostroke.bench.serve import systems, traffic
 from twostroke.bench.serve.play import play
@@ -78,7 +78,7 @@ async def _pass(found: Mapping[str, list[Measured]], say: Say) -> list[float]:
             first, last = (_address(stack, stack.front_ends[index]) for index in (0, -1))
             found[place].append(await _measure(last if place == ONE_CORE else first, place, _EFFORT, say))
             if place == ONE_CORE:
-                async with _company(stack.address):
+                async with company(stack.address):
                     found[BUSY].append(await _measure(first, BUSY, replace(_EFFORT, pause_s=_PAUSE_S), say))
                     ttfts_s = await _ttfts_s(stack.address)
             served.check_alive()
@@ -90,12 +90,12 @@ async def _measure(address: str, place: str, effort: Effort, say: Say) -> Measur
 
 
 @asynccontextmanager
-async def _company(address: tuple[str, int]) -> AsyncIterator[None]:
-    """Clients that read answers all the time. Raises UnavailableError when one fails. Cancellation ends them."""
+async def company(address: tuple[str, int]) -> AsyncIterator[asyncio.Task[Load]]:
+    """Clients that read answers all the time, as a task that ends only when one fails. Raises UnavailableError when one fails. Cancellation ends them."""
     asked = requests("company", _CHAT_TOKENS, _COMPANY_TOKENS)
     clients = asyncio.create_task(drive(address, asked, _COMPANY, math.inf, lambda: None))
     try:
-        yield
+        yield clients
     finally:
         clients.cancel()
         await asyncio.wait([clients])
