@@ -91,7 +91,8 @@ async def _measure(address: str, place: str, effort: Effort, say: Say) -> Measur
 
 @asynccontextmanager
 async def company(address: tuple[str, int]) -> AsyncIterator[asyncio.Task[Load]]:
-    """Clients that read answers all the time, as a task that ends only when one fails. Raises UnavailableError when one fails. Cancellation ends them."""
+    """Clients that read answers all the time, as a task that ends when one fails. Raises UnavailableError then.
+    Cancellation ends them."""
     asked = requests("company", _CHAT_TOKENS, _COMPANY_TOKENS)
     clients = asyncio.create_task(drive(address, asked, _COMPANY, math.inf, lambda: None))
     try:
