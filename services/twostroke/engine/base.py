@@ -22,6 +22,7 @@ from twostroke.errors import TwostrokeError
 from twostroke.kv.link import LinkReport
 from twostroke.policy.block_hash import BlockHashing
 from twostroke.policy.kv_events import Change
+from twostroke.policy.spare import NO_CORES, Cores
 from twostroke.policy.step_model import LinearStepModel, StepBatch
 from twostroke.v1.engine_pb2 import EngineRequest, Finish, Logprobs, PromptStats
 from twostroke.v1.kv_pb2 import Handoff, KvEndpoint, KvLayout
@@ -74,6 +75,8 @@ class EngineInfo:
     """Where other engines read its KV."""
     most_step_s: float = 0.0
     """How long its steps with prompts are to take at most; 0 is no bound."""
+    cores: Cores = NO_CORES
+    """Where it computes, as far as that is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,10 @@ class StepSample:
 
     batch: StepBatch
     duration_s: float
-    """From its beginning, or from the end of the step before if the engine went on at once, to its end."""
+    """From its beginning, or from the end of the step before if the engine went on at once, to its end; what was
+    computed on spare cores counts as computed on the engine's own."""
+    spared_s: float = 0.0
+    """What spare cores saved of that."""
 
 
 @dataclass(frozen=True, slots=True)

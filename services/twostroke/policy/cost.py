@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from twostroke.policy.plan import Estimate, Limits, Option, Options, Weights
 from twostroke.policy.snapshot import DEFAULT_LINK, LinkSnapshot, PlacementRequest, WorkerSnapshot
+from twostroke.policy.spare import backlogs_s
 from twostroke.policy.step_model import chunk_pairs
-from twostroke.policy.terms import NO_KV, Kv, Reading, Terms, Writing, terms_of
+from twostroke.policy.terms import NO_KV, Kv, Reading, Terms, Writing, reading_step_s, terms_of
 from twostroke.policy.turns import CERTAIN, passes
 
 MANY = 64
@@ -111,7 +112,7 @@ class Costing:
         # The oldest prompt has a part of each step for certain (turns.py).
         steps = -(-tokens // (chunk_tokens - chunk_tokens // CERTAIN if shares else chunk_tokens))
         pairs = chunk_pairs(cached, tokens) / steps
-        step_s = worker.step_model.batch_s(running, worker.context_tokens, -(-tokens // steps), pairs)
+        step_s = reading_step_s(worker, -(-tokens // steps), pairs)
         queue_s, run_s = step_s if shares else self.wait_s(worker), steps * step_s
         if queue_s < terms.backlog_s and not shares:
             # What it passes has a part of the step in which it ends.
@@ -119,10 +120,13 @@ class Costing:
         ttft_s = queue_s + run_s
         ttft_cost = self.strain(ttft_s / self._ttft_s)
         disturbed = self._stalled(worker, terms, steps, step_s) if terms.answers else 0.0
-        if worker.pending_prompt_tokens > tokens * worker.pending_prompts:
-            # Shorter ones go first (turns.py).
+        if worker.pending_prompt_tokens and self._passes(worker, worker.pending_prompt_tokens):
             then, now = (terms.backlog_s + steps * step_s) / worker.slo.ttft_s, terms.backlog_s / worker.slo.ttft_s
             disturbed += worker.pending_prompts * (self.strain(then) - self.strain(now))
+        for borrower in worker.lends_to:
+            now, then = backlogs_s(borrower, run_s)
+            slo_s = borrower.slo.ttft_s
+            disturbed += borrower.pending_prompts * (self.strain(then / slo_s) - self.strain(now / slo_s))
         fits = terms.room_tokens >= prompt_tokens and not (
             worker.max_sequences and running + worker.awaited_sequences >= worker.max_sequences
         )

@@ -35,6 +35,8 @@ class _Worker:
     writing: int = 0
     awaited: int = 0
     """Answers whose prompts take long and are not computed yet."""
+    to_come: int = 0
+    """Of those that it is writing, the answers whose prompts others compute still."""
     context_tokens: int = 0
     promised_blocks: int = 0
     promised_long_blocks: int = 0
@@ -138,11 +140,10 @@ class InFlight:
         request = self._requests.get(request_id)
         if request is None or not request.reading:
             return
-        if request.awaited:
-            request.writer.snapshot = None
         self._write(request, -1)
         request.reading = False
         self._write(request, 1)
+        request.writer.snapshot = None
         request.reader.reading -= 1
         request.reader.slos[request.slo] -= 1
         request.reader.unseen.pop(request_id, None)
@@ -184,6 +185,7 @@ class InFlight:
         if request.awaited:
             writer.awaited += count
         else:
+            writer.to_come += count * (request.reading and request.reader is not writer)
             writer.writing += count
             writer.context_tokens += count * request.context_tokens
 
@@ -207,12 +209,14 @@ class InFlight:
         unseen_blocks = sum(each.read_blocks for each in unseen if each.reader is not each.writer)
         free = facts.free_blocks if report is None else facts.total_blocks - report.used_blocks
         growth_blocks = state.growth_tokens // max(1, facts.block_size_tokens)
-        pending = sum(each.read_tokens for each in unseen)
+        pending = sum(each.read_tokens for each in unseen) + (report.pending_prompt_tokens if report else 0)
+        running = report.running_sequences if report else 0
         state.snapshot = replace(
             facts,
-            pending_prompt_tokens=pending + (report.pending_prompt_tokens if report else 0),
+            pending_prompt_tokens=pending,
             pending_prompts=max(state.reading, len(unseen) + (report.pending_prompts if report else 0)),
-            running_sequences=max(state.writing, report.running_sequences if report else 0),
+            running_sequences=max(state.writing, running),
+            computes=bool(pending or running or state.writing > state.to_come),
             awaited_sequences=state.awaited,
             context_tokens=state.context_tokens,
             free_blocks=max(0, free - state.promised_blocks - unseen_blocks - growth_blocks),

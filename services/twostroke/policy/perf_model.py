@@ -13,6 +13,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from twostroke.policy.step_model import LinearStepModel, StepBatch
+from twostroke.policy.turns import SPARE_TOKENS
 
 WITHOUT_PROMPT, WITH_PROMPT = range(2)
 KIND_TERMS = (range(3), range(3, 6))
@@ -47,6 +48,10 @@ GATE = 4.0
 """A step is set aside when the logarithm of measured over predicted exceeds this many usual deviations,"""
 LEAST_GATE = 0.4
 """but at least this."""
+SPARED = 0.1
+"""Share of a step from which spare cores count as used."""
+SPARE_WEIGHT = 0.2
+"""Of the latest step that used them, in what they leave of a step's time."""
 PERSISTENT = 6
 """So many set aside in a row, all on the same side, are a change of the worker and no accident."""
 
@@ -72,6 +77,8 @@ class WorkerModel:
         """Steps learned from."""
         self.set_aside = 0
         """Steps that were not believed."""
+        self.spare_share = 1.0
+        """What steps that use spare cores take of what they would without; 1 until there was one."""
         values: list[float] = [getattr(prior, name) for name in TERMS]
         self._scales = [value or smallest for value, smallest in zip(values, SMALLEST, strict=True)]
         self._theta = [max(LEAST, value / scale) for value, scale in zip(values, self._scales, strict=True)]
@@ -103,10 +110,16 @@ class WorkerModel:
         """Whether steps of a kind, WITHOUT_PROMPT or WITH_PROMPT, were seen often enough to say something of them."""
         return len(self._kinds[kind].first) > WARM_UP // 2
 
-    def observe(self, batch: StepBatch, step_s: float) -> bool:
-        """Learns from a step. Returns whether it was believed. Empty batches and times of 0 teach nothing."""
+    def observe(self, batch: StepBatch, step_s: float, spared_s: float = 0.0) -> bool:
+        """Learns from a step. Returns whether it was believed. Empty batches and times of 0 teach nothing.
+
+        step_s: what it would have taken on the worker's own cores; spared_s: what spare ones saved of it.
+        """
         if batch.sequences + batch.prefill_tokens == 0 or step_s <= 0:
             return False
+        if batch.prefill_tokens >= SPARE_TOKENS and spared_s > SPARED * step_s:
+            share = 1 - spared_s / step_s
+            self.spare_share += (share - self.spare_share) * (SPARE_WEIGHT if self.spare_share < 1 else 1.0)
         predicted_s = max(self.model.step_s(batch), SHORTEST_S)
         kind = self._kinds[WITH_PROMPT if batch.prefill_tokens else WITHOUT_PROMPT]
         off = math.log(step_s / predicted_s)

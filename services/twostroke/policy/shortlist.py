@@ -9,7 +9,7 @@ from twostroke.policy.cost import MANY, Costing
 from twostroke.policy.snapshot import WorkerSnapshot
 from twostroke.policy.step_model import chunk_pairs
 from twostroke.policy.terms import terms_of
-from twostroke.policy.turns import CERTAIN, passes
+from twostroke.policy.turns import CERTAIN, SPARE_TOKENS, passes
 
 READERS, WRITERS, WHOLE_ON_PREFILL, WHOLE_ON_DECODE = range(4)
 """Kinds of lists: who may read a prompt, write an answer, or do both."""
@@ -80,6 +80,8 @@ class Shortlists:
             name, answers = worker.worker, worker.running_sequences
             tokens = max(1, prompt_tokens - cached_tokens.get(name, 0))
             token_s = worker.prefill_token_s or _prefill_token_s(worker)
+            if tokens >= SPARE_TOKENS:
+                token_s *= worker.spare_share
             pending, prompts = worker.pending_prompt_tokens, worker.pending_prompts
             if pending and passes(tokens, pending, prompts):
                 slo_ttft_s, step = worker.slo.ttft_s, min(pending, worker.step_budget_tokens)

@@ -79,6 +79,13 @@ class WorkerSnapshot:
     """Most sequences that one step runs; 0 is no limit."""
     most_step_s: float
     """How long a step with prompts is to take at most; 0 is no bound."""
+    spare_share: float
+    """What steps with SPARE_TOKENS of prompts and more take of what they would on the worker's own cores: less than 1
+    where they also use cores of others (spare.py)."""
+    computes: bool
+    """Whether it has something to compute now, so that its cores are nobody else's."""
+    lends_to: Sequence[WorkerSnapshot]
+    """Those with prompts that use its cores now."""
     slo: Slo
     """The tightest class among what is pending and running here."""
     step_model: StepModel
@@ -109,6 +116,9 @@ class WorkerSnapshot:
         prefill_token_s: float = 0.0,
         awaited_sequences: int = 0,
         most_step_s: float = 0.0,
+        spare_share: float = 1.0,
+        computes: bool = False,
+        lends_to: Sequence[WorkerSnapshot] = (),
     ) -> None:
         self.worker = worker
         self.reads_prompts = reads_prompts
@@ -128,6 +138,9 @@ class WorkerSnapshot:
         self.prefill_token_s = prefill_token_s
         self.awaited_sequences = awaited_sequences
         self.most_step_s = most_step_s
+        self.spare_share = spare_share
+        self.computes = computes
+        self.lends_to = lends_to
         self.terms = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from twostroke.policy.snapshot import LinkSnapshot, WorkerSnapshot
 from twostroke.policy.step_model import chunk_pairs
-from twostroke.policy.turns import room_within
+from twostroke.policy.turns import SPARE_TOKENS, room_within
 
 
 class Terms:
@@ -44,11 +44,12 @@ class Terms:
         if most_s := worker.most_step_s:
             # A half of each is computed in the mean.
             depth = tokens // prompts // 2
-            self.chunk_tokens = chunk = max(1, room_within(most_s, chunk, model, running, context, depth))
+            own_s = most_s / worker.spare_share
+            self.chunk_tokens = chunk = max(1, room_within(own_s, chunk, model, running, context, depth))
         if tokens > 0:
             steps = -(-tokens // chunk)
             pairs = prompts * chunk_pairs(0, -(-tokens // prompts)) / steps
-            self.backlog_step_s = model.batch_s(running, context, -(-tokens // steps), pairs)
+            self.backlog_step_s = reading_step_s(worker, -(-tokens // steps), pairs)
             self.backlog_s = steps * self.backlog_step_s
 
     def prompt_step_s(self, worker: WorkerSnapshot) -> float:
@@ -68,6 +69,12 @@ def terms_of(worker: WorkerSnapshot) -> Terms:
     if terms is None:
         terms = worker.terms = Terms(worker)
     return terms
+
+
+def reading_step_s(worker: WorkerSnapshot, tokens: int, pairs: float) -> float:
+    """A step with so much of a prompt, and with all answers that are there."""
+    step_s = worker.step_model.batch_s(worker.running_sequences, worker.context_tokens, tokens, pairs)
+    return step_s * worker.spare_share if tokens >= SPARE_TOKENS else step_s
 
 
 class Reading:

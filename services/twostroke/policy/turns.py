@@ -1,9 +1,10 @@
 """Who gets how much of a step, among the prompts of one worker: the shortest first, and the oldest never nothing.
 
-A short prompt that comes while a long one is computed is in the very next step. A step in which a prompt ends is kept
-short, since a first token waits for it: those that go on get a part of it only; they have all of the others. The oldest
-has that part of each step for certain, so that no flood of shorter ones can hold it up for ever, and is let in first,
-so that they cannot take the memory that it waits for.
+A short prompt that comes while a long one is computed is in the very next step. Prompts of about one length take turns
+by age: to pass one that is nearly as short wins little, and makes the one that waited longer late. A step in which a
+prompt ends is kept short, since a first token waits for it: those that go on get a part of it only; they have all of
+the others. The oldest has that part of each step for certain, so that no flood of shorter ones can hold it up for ever,
+and is let in first, so that they cannot take the memory that it waits for.
 """
 
 from __future__ import annotations
@@ -63,14 +64,16 @@ def divide(prompts: Sequence[Prompt], room_tokens: int, places: int, free_blocks
             there.append(index)
     kept = prompts[oldest].certain(room_tokens) if oldest in there else 0
     tokens = dict.fromkeys(there, 0)
-    given, beside, ends = kept, beside_tokens(room_tokens) - kept, False
+    given, beside, ends, full = kept, beside_tokens(room_tokens) - kept, False, False
     for index in by_length:
         if index in tokens:
             prompt, own = prompts[index], kept if index == oldest else 0
             given, beside = given - own, beside + own
-            got = prompt.wants(room_tokens - given, given)
+            got = 0 if full else prompt.wants(room_tokens - given, given)
             if ends and got < prompt.left_tokens:
                 got = min(got, beside)
+            # Nobody who is behind one that gets nothing gets more, but for what is certain.
+            full = full or not (got or prompt.chunk_tokens)
             tokens[index] = got = max(own, got)
             given += got
             if got < prompt.left_tokens:
@@ -132,5 +135,10 @@ def beside_tokens(room_tokens: int) -> int:
     return -(-room_tokens // CERTAIN)
 
 
+def size_class(tokens: int) -> int:
+    """Of prompts with so many tokens left: those of one class have between them less than a factor of CERTAIN."""
+    return (tokens.bit_length() + 1) // 2
+
+
 def _key(prompt: Prompt) -> tuple[int, int]:
-    return prompt.priority, 0 if prompt.resumed else prompt.left_tokens
+    return prompt.priority, 0 if prompt.resumed else size_class(prompt.left_tokens)

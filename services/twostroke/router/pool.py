@@ -18,6 +18,7 @@ from twostroke.policy.ledger import Life
 from twostroke.policy.placement import ClusterSnapshot, place
 from twostroke.policy.plan import STRICT, Limits, Option, Plan
 from twostroke.policy.snapshot import LinkSnapshot, PlacementRequest, WorkerSnapshot
+from twostroke.policy.spare import NO_LENDERS, share_cores
 from twostroke.router.discovery import resolve
 from twostroke.router.handoffs import Handoffs
 from twostroke.router.links import Links, Pair
@@ -26,7 +27,7 @@ from twostroke.router.pairs import link_pairs, refused_pairs
 from twostroke.router.prefixes import Prefixes
 from twostroke.router.step_models import StepModels
 from twostroke.router.ways import DEFAULT_CLASS, SloClasses, options_of
-from twostroke.router.worker_facts import kv_bytes_per_token, report_of, streams_kv, trusted
+from twostroke.router.worker_facts import kv_bytes_per_token, lenders, report_of, streams_kv, trusted
 from twostroke.v1.worker_pb2 import GetInfoResponse, WatchKvEventsResponse
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class WorkerPool:
         self._breakers: Breakers[str] = Breakers()
         self._kv_bytes_per_token = 0
         self._streams_kv = False
+        self._lenders = NO_LENDERS
         self._limits = Limits(prefill_window_tokens=settings.prefill_queue_tokens)
         self._served_s = -math.inf
         """When the cluster could last serve; now, while it can."""
@@ -175,6 +177,7 @@ class WorkerPool:
             self.step_models.meet(member.address, member.info)
             self._describe(member)
             self._kv_bytes_per_token, self._streams_kv = kv_bytes_per_token(member.info), streams_kv(member.info)
+        self._lenders = lenders({member.address: member.info for member in self.members if member.info})
         self.choose_from()
         self._compare()
         if self._group is not None:
@@ -236,7 +239,7 @@ class WorkerPool:
 
     def snapshot(self) -> ClusterSnapshot:
         """For placement."""
-        workers: Sequence[WorkerSnapshot] = self.inflight.snapshots(self._ready)
+        workers = share_cores(self.inflight.snapshots(self._ready), self._lenders)
         if len(self._breakers):
             workers = trusted(workers, partial(self._breakers.ready, now_s=time.monotonic()))
         return ClusterSnapshot(

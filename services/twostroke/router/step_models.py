@@ -64,7 +64,7 @@ class StepModels:
         known.learned_s = now_s
         for sample in load.step_samples:
             if not 0 < sample.prefill_tokens < LEAST_PROMPT_TOKENS:
-                known.model.observe(_batch(sample), sample.duration_ms / 1000)
+                known.model.observe(_batch(sample), sample.duration_ms / 1000, sample.spared_ms / 1000)
         changed = {address}
         for kind in (WITHOUT_PROMPT, WITH_PROMPT):
             if known.model.knows(kind) and self._teachers.setdefault((known.prior, kind), address) == address:
@@ -80,7 +80,11 @@ class StepModels:
         if model is None:
             return facts
         chunk = StepBatch(0, 0, QUICK_TOKENS, QUICK_TOKENS * QUICK_TOKENS / 2, 1)
-        return replace(facts, step_model=model, prefill_token_s=model.step_s(chunk) / QUICK_TOKENS)
+        prefill_token_s = model.step_s(chunk) / QUICK_TOKENS
+        known = self._known[facts.worker]
+        if not known.model.knows(WITH_PROMPT):
+            known = self._known[self._teachers.get((known.prior, WITH_PROMPT), facts.worker)]
+        return replace(facts, step_model=model, prefill_token_s=prefill_token_s, spare_share=known.model.spare_share)
 
     def predicted(self, address: str) -> LinearStepModel | None:
         """What is predicted of a worker's steps; None for one that has not described itself."""

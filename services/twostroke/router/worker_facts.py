@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from twostroke.policy.inflight import Report
 from twostroke.policy.snapshot import WorkerSnapshot
+from twostroke.policy.spare import Lenders
 from twostroke.v1.worker_pb2 import GetInfoResponse, WatchLoadResponse
 
 # The one connector that begins to move KV when prefill has ended.
@@ -31,6 +32,20 @@ def kv_bytes_per_token(info: GetInfoResponse) -> int:
     layout = info.layout
     bits = re.search(r"\d+", layout.dtype)
     return 2 * layout.layers * layout.kv_heads * layout.head_size * (int(bits[0]) if bits else 0) // 8
+
+
+def lenders(infos: Mapping[str, GetInfoResponse]) -> Lenders:
+    """Who lends cores to whom. infos: by the workers' keys."""
+    found = {}
+    for name, info in infos.items():
+        spare = set(info.cores.spare)
+        if others := [
+            other
+            for other, its in infos.items()
+            if other != name and its.cores.machine == info.cores.machine and not spare.isdisjoint(its.cores.own)
+        ]:
+            found[name] = frozenset(others)
+    return found
 
 
 def streams_kv(info: GetInfoResponse) -> bool:

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from heapq import heappop
 
-from twostroke.policy.turns import CERTAIN, SPARE_TOKENS, ShortPrompts, beside_tokens, room_within
+from twostroke.policy.turns import CERTAIN, SPARE_TOKENS, ShortPrompts, beside_tokens, room_within, size_class
 from twostroke.sim.clock import exact
 from twostroke.sim.decoding import Decoding
 from twostroke.sim.gaps import Gaps
@@ -41,7 +41,7 @@ class Batching(Decoding):
         self.waiting: list[tuple[int, Sequence]] = []
         """Prompts to compute, with their ages, oldest first."""
         self._by_length: list[tuple[int, int, Sequence]] = []
-        """The same with their lengths, shortest first."""
+        """The same with the classes of their lengths, shortest first."""
         self.receiving: deque[Sequence] = deque()
         """DECODE strokes that wait for blocks."""
         self.members: dict[Sequence, None] = {}
@@ -60,7 +60,7 @@ class Batching(Decoding):
         limits = self.limits
         budget = limits.budget_tokens - self.decoding
         most_s, by_length = limits.most_step_s, self._by_length
-        if most_s and self._shorts.come(now_s, by_length[0][0] if by_length else None, budget):
+        if most_s and self._shorts.come(now_s, by_length[0][2].seen_tokens if by_length else None, budget):
             depth = max((each.computed for each in self._prefilling), default=0)
             budget = room_within(most_s, budget, limits.model, self.decoding, self.context_sum, depth)
         chunks = (self._shares if self._shortest_first else self._in_order)(budget, admit, now_s)
@@ -294,11 +294,11 @@ def _age(sequence: Sequence) -> int:
 
 
 def _left(sequence: Sequence) -> int:
-    return 0 if sequence.resumed else sequence.prompt_tokens - sequence.computed
+    return 0 if sequence.resumed else size_class(sequence.prompt_tokens - sequence.computed)
 
 
 def _length(sequence: Sequence) -> int:
-    return 0 if sequence.resumed else sequence.seen_tokens
+    return 0 if sequence.resumed else size_class(sequence.seen_tokens)
 
 
 def _chunk_tokens(sequence: Sequence, budget: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twostroke.policy.step_model import StepBatch, StepModel
+from twostroke.policy.step_model import StepBatch, StepModel, chunk_pairs
 from twostroke.sim.clock import exact
 from twostroke.sim.sequence import Sequence
 
@@ -32,6 +32,7 @@ class Limits:
         "prefill_token_s",
         "sequences",
         "spare_model",
+        "spare_share",
         "terms",
         "unit_tokens",
     )
@@ -62,6 +63,11 @@ class Limits:
         chunk = min(budget_tokens, 2048)
         self.prefill_token_s = model.step_s(StepBatch(0, 0, chunk, chunk * chunk / 2, 1)) / chunk
         """About what a prompt token takes."""
+        self.spare_share = 1.0
+        """Of a full step's time, what is left while others lend their cores."""
+        if spare_model is not None:
+            full = StepBatch(0, 0, chunk, chunk_pairs(chunk, chunk), 1)
+            self.spare_share = min(1.0, spare_model.step_s(full) / model.step_s(full))
 
     def decode_terms(self, sequences: int) -> tuple[float, float]:
         """The model's, on the clock's grid; kept in `terms`."""

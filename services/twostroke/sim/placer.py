@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ from twostroke.policy.placement import DEFAULT_LIMITS, place
 from twostroke.policy.plan import ALL_WAYS, Options
 from twostroke.policy.plan import Limits as PolicyLimits
 from twostroke.policy.snapshot import DEFAULT_SLO, ClusterSnapshot, LinkSnapshot, PlacementRequest, Slo
+from twostroke.policy.spare import Lenders, share_cores
 from twostroke.sim.fleet import Fleet
 from twostroke.sim.traffic import Asked
 from twostroke.sim.worker import State, Worker
@@ -151,7 +153,7 @@ class PolicyPlacer:
                 deadline_s=self._deadline_s,
             ),
             ClusterSnapshot(
-                snapshots,
+                share_cores(snapshots, _lenders(workers)),
                 default_link=self._link,
                 kv_bytes_per_token=self._kv_bytes_per_token,
                 streams_kv=self._streams,
@@ -163,6 +165,12 @@ class PolicyPlacer:
         if not plan.decode:
             return Placed(None, None)
         return Placed(workers[plan.prefill] if plan.prefill else None, workers[plan.decode], plan.chunk_tokens or 0)
+
+
+def _lenders(workers: Mapping[str, Worker]) -> Lenders:
+    """On the one machine of a fleet that has spare cores everybody lends to everybody."""
+    names = frozenset(workers)
+    return {name: names - {name} for name, worker in workers.items() if worker.kind.limits.spare_model is not None}
 
 
 class TurnsPlacer:

@@ -128,6 +128,8 @@ class Worker:
             step_budget_tokens=limits.budget_tokens,
             max_sequences=limits.sequences,
             most_step_s=limits.most_step_s,
+            spare_share=limits.spare_share,
+            computes=engine.busy,
             slo=tightest(self.slos, self.slo) if self.slos else self.slo,
             step_model=limits.model,
             prefill_token_s=limits.prefill_token_s,

@@ -53,6 +53,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             step_budget_tokens=info.step_budget_tokens,
             most_step_s=info.most_step_s,
             max_sequences=info.max_sequences,
+            cores=pb.Cores(**asdict(info.cores)),
             layout=info.layout,
             start_phases=[pb.StartPhase(name=name, duration_ms=ms) for name, ms in info.start_phases],
             kv_endpoint=info.kv_endpoint,
@@ -127,6 +128,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             draining=self._host.draining.is_set(),
             stalled=bool(self._host.stalled),
             step_samples=[
-                pb.StepSample(**sample.batch._asdict(), duration_ms=sample.duration_s * 1000) for sample in samples
+                pb.StepSample(
+                    **sample.batch._asdict(), duration_ms=sample.duration_s * 1000, spared_ms=sample.spared_s * 1000
+                )
+                for sample in samples
             ],
         )

@@ -28,7 +28,7 @@ def test_hashes_are_cut_to_what_the_index_keeps() -> None:
 
 
 def test_samples_arrive_as_they_were() -> None:
-    sample = StepSample(StepBatch(3, 1200, 512, 130816.0, 2), 0.125)
+    sample = StepSample(StepBatch(3, 1200, 512, 130816.0, 2), 0.125, 0.05)
     assert to_sample(sent(sample_row(sample))) == sample
 
 

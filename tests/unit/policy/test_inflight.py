@@ -203,3 +203,26 @@ def test_decode_room_is_promised_when_prefill_starts_so_nothing_is_computed_in_v
     assert placed == list(range(1000 // 69))
     inflight.ended("r3")
     assert place(REQUEST, ClusterSnapshot(inflight.snapshots(["p", "d"])), queued).option is Option.P_THEN_D
+
+
+def test_a_worker_computes_as_soon_as_it_has_something_to_compute() -> None:
+    """An answer whose prompt is read elsewhere is none yet, however it is counted otherwise."""
+    inflight = pair()
+    assert not seen(inflight, "p").computes
+    inflight.placed("r", REQUEST, PAIR, 0.0)
+    assert [seen(inflight, name).computes for name in "pd"] == [True, False]
+    assert seen(inflight, "d").running_sequences == 1
+    inflight.reported("p", report(), 1.0)
+    inflight.prompt_done("r")
+    assert [seen(inflight, name).computes for name in "pd"] == [False, True]
+    inflight.ended("r")
+    assert not seen(inflight, "d").computes
+    inflight.reported("d", report(running=1), 2.0)
+    assert seen(inflight, "d").computes, "another router's"
+    inflight.reported("d", report(), 3.0)
+    inflight.placed("alone", REQUEST, Plan(None, "d"), 3.0)
+    assert seen(inflight, "d").computes
+    inflight.reported("d", report(), 4.0)
+    assert seen(inflight, "d").computes, "it reads what it will write"
+    inflight.ended("alone")
+    assert not seen(inflight, "d").computes

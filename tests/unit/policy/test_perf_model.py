@@ -125,3 +125,18 @@ def test_it_follows_a_drift_and_long_silence_on_prompts_does_not_blow_up() -> No
     found = follow(model, lambda step: min(2.0, 1 + step / 2000), 4000)
     assert found[-1] == pytest.approx(2.0, rel=0.03)
     assert model.model.step_s(prompt) == pytest.approx(known, rel=0.6), "what no step tells about stays as it was"
+
+
+def test_what_spare_cores_leave_of_a_step_is_learned_from_steps_that_used_them() -> None:
+    model, full, small = WorkerModel(PRIOR), StepBatch(0, 0, 512, 1e5, 1), StepBatch(0, 0, 40, 800, 1)
+    assert model.spare_share == 1.0
+    model.observe(full, 1.0)
+    model.observe(small, 1.0, 0.5)
+    model.observe(full, 1.0, 0.05)
+    assert model.spare_share == 1.0, "none, of a step that uses none, next to none"
+    model.observe(full, 1.0, 0.4)
+    assert model.spare_share == pytest.approx(0.6), "at once"
+    for _ in range(30):
+        model.observe(full, 1.0, 0.5)
+        model.observe(full, 1.0)
+    assert model.spare_share == pytest.approx(0.5, abs=0.01), "whatever steps without them take"

@@ -12,6 +12,7 @@ from twostroke.policy.cost import Costing
 from twostroke.policy.placement import COST_DIGITS, place
 from twostroke.policy.plan import Estimate, Limits, Option, Options, Weights
 from twostroke.policy.snapshot import ClusterSnapshot, LinkSnapshot, PlacementRequest, Slo, WorkerSnapshot
+from twostroke.policy.spare import share_cores
 from twostroke.policy.step_model import LinearStepModel
 from twostroke.policy.terms import Kv, Reading
 
@@ -51,6 +52,8 @@ class Dice(random.Random):
             max_sequences=self.choice((0, 0, 30, 256)),
             slo=self.choice(SLOS),
             step_model=model,
+            spare_share=self.choice((1.0, 1.0, 0.6)),
+            computes=self.random() < 0.5,
         )
 
     def cluster(self, writers: int) -> ClusterSnapshot:
@@ -58,10 +61,11 @@ class Dice(random.Random):
         model = self.choice(MODELS)
         workers = [self.worker(n, k, model if self.random() < 0.8 else MODELS[0]) for n, k in enumerate(kinds)]
         pairs = [(one.worker, other.worker) for one in workers for other in workers]
+        lenders = {one: {other} for one, other in pairs if self.random() < 0.2}
         few = self.choice((0.0, 0.0, 0.3))
         links = {pair: LinkSnapshot(self.choice((1e8, 1e11)), 0.001, self.random() < 0.9) for pair in pairs}
         return ClusterSnapshot(
-            workers,
+            share_cores(workers, lenders if self.random() < 0.3 else {}),
             frozenset(pair for pair in pairs if self.random() < few),
             links if self.random() < 0.2 else {},
             LinkSnapshot(self.choice((1e8, 1e10)), self.choice((0.0, 0.005))),

@@ -5,7 +5,17 @@ import random
 from dataclasses import replace
 
 from twostroke.policy.step_model import LinearStepModel, chunk_pairs
-from twostroke.policy.turns import CERTAIN, LEAST_ROOM, SHORT_S, Prompt, ShortPrompts, divide, passes, room_within
+from twostroke.policy.turns import (
+    CERTAIN,
+    LEAST_ROOM,
+    SHORT_S,
+    Prompt,
+    ShortPrompts,
+    divide,
+    passes,
+    room_within,
+    size_class,
+)
 
 ROOM = 512
 
@@ -67,10 +77,25 @@ def test_a_step_in_which_prompts_end_is_kept_short() -> None:
     assert dict(divide(ending, ROOM, 0, 0)) == {0: 30, 1: 40, 4: ROOM // CERTAIN, 3: 0, 2: 0}
     oldest = [Prompt(3000), Prompt(30), Prompt(2000)]
     assert dict(divide(oldest, ROOM, 0, 0)) == {0: ROOM // CERTAIN, 1: 30, 2: 0}
-    assert dict(divide(oldest[:1] + oldest[2:], ROOM, 0, 0)) == {0: ROOM // CERTAIN, 2 - 1: ROOM - ROOM // CERTAIN}
+    assert dict(divide(oldest[:1] + oldest[2:], ROOM, 0, 0)) == {0: ROOM, 1: 0}, "of one class"
     nearly = [Prompt(3000), Prompt(ROOM - 20)]
     assert dict(divide(nearly, ROOM, 0, 0)) == {0: ROOM // CERTAIN, 1: ROOM - ROOM // CERTAIN}, "it does not end"
     assert dict(divide([Prompt(200), Prompt(30)], ROOM, 0, 0)) == {0: 200, 1: 30}, "both end"
+
+
+def test_only_one_that_is_much_shorter_passes() -> None:
+    """Of two documents the second would win a second, and the first, which waited longer, be late."""
+    assert [size_class(tokens) for tokens in (1, 3, 4, 63, 64, 1023, 1024, 4095, 4096)] == [1, 1, 2, 3, 4, 5, 6, 6, 7]
+    for length, first in ((2048, "document"), (1024, "document"), (1023, "second"), (60, "second")):
+        worker = Worker()
+        worker.add("document", 4096)
+        worker.step()
+        worker.add("second", length)
+        while worker.left:
+            worker.step()
+        assert min(worker.done, key=worker.done.__getitem__) == first, length
+    for tokens in range(1, 5000):
+        assert size_class(tokens) < size_class(CERTAIN * tokens), "what passes (passes) is of a lower class"
 
 
 def test_of_equal_ones_the_older_is_first_and_done_first() -> None:
@@ -126,7 +151,7 @@ def test_memory_that_the_oldest_waits_for_is_not_taken_by_those_behind() -> None
 
 
 def test_no_more_are_let_in_than_there_is_room_for() -> None:
-    prompts = [Prompt(100, blocks=4), Prompt(10), Prompt(30, blocks=3), Prompt(20, blocks=3)]
+    prompts = [Prompt(100, blocks=4), Prompt(10), Prompt(90, blocks=3), Prompt(20, blocks=3)]
     assert divide(prompts, ROOM, places=2, free_blocks=99) == [(0, 100), (1, 10), (3, 20)]
     assert divide(prompts, ROOM, places=9, free_blocks=7) == [(0, 100), (1, 10), (3, 20)]
     assert divide(prompts, ROOM, places=9, free_blocks=3) == [(1, 10)], "nobody is let in before the oldest"

@@ -106,3 +106,13 @@ def test_a_restart_changes_nothing_and_another_machine_everything() -> None:
     assert models.predicted("a") == LinearStepModel(5.0, 0.0, 0.0, 0.0)
     models.meet("b", info())
     assert models.predicted("b") == LinearStepModel(0.01, 0.001, 0.0, 0.0001), "its teacher is gone"
+
+
+def test_what_spare_cores_leave_is_in_the_snapshot_of_who_used_them_and_of_who_may() -> None:
+    models = met("p", "d")
+    load = samples(8, 0, 512)
+    for sample in load.step_samples:
+        sample.spared_ms = 0.4 * sample.duration_ms
+    models.learn("p", load, 0.0)
+    for address in ("p", "d"):
+        assert models.put_into(WorkerSnapshot(address, True, True)).spare_share == pytest.approx(0.6)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from twostroke.policy.snapshot import WorkerSnapshot
-from twostroke.router.worker_facts import kv_bytes_per_token, report_of, streams_kv, trusted
+from twostroke.router.worker_facts import kv_bytes_per_token, lenders, report_of, streams_kv, trusted
 from twostroke.v1.kv_pb2 import KvEndpoint, KvLayout, KvMemory
-from twostroke.v1.worker_pb2 import GetInfoResponse, WatchLoadResponse
+from twostroke.v1.worker_pb2 import Cores, GetInfoResponse, WatchLoadResponse
 
 
 def test_prompts_that_are_being_computed_write_no_answer() -> None:
@@ -31,6 +31,18 @@ def test_kv_of_a_token_as_it_lies_in_memory() -> None:
     rank = KvMemory(layer_addresses=range(1, 31), heads=2, content_bytes=256)
     info = GetInfoResponse(kv_endpoint=KvEndpoint(memories=[rank, rank]), layout=KvLayout(dtype="float32", layers=1))
     assert kv_bytes_per_token(info) == 2 * 30 * 2 * 256
+
+
+def test_cores_are_lent_by_who_owns_them_on_the_same_machine() -> None:
+    infos = {
+        "p": GetInfoResponse(cores=Cores(machine="a", own=[0], spare=[1, 2])),
+        "d": GetInfoResponse(cores=Cores(machine="a", own=[1], spare=[0])),
+        "d2": GetInfoResponse(cores=Cores(machine="a", own=[2])),
+        "d3": GetInfoResponse(cores=Cores(machine="b", own=[1, 2])),
+        "gpu": GetInfoResponse(cores=Cores(machine="a")),
+        "old": GetInfoResponse(),
+    }
+    assert lenders(infos) == {"p": {"d", "d2"}, "d": {"p"}}
 
 
 @pytest.mark.parametrize(("connector", "streams"), [("nixl", False), ("twostroke/ucx", True), ("shm", True)])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from twostroke.measures import SloLimits
-from twostroke.policy.plan import ONE_POOL, STRICT
+from twostroke.policy.plan import ALL_WAYS, ONE_POOL, STRICT
 from twostroke.policy.snapshot import Slo
 from twostroke.policy.step_model import LinearStepModel
 from twostroke.sim.fleet import BOTH, DECODE, PREFILL, Failure, LinkKind
@@ -29,6 +29,7 @@ class Watched:
         self.left = placer.left
         self.asked: list[Asked | None] = []
         self.slos: list[Slo] = []
+        self.placed: list[Placed] = []
         self._workers: list[Worker] = []
 
     def added(self, worker: Worker) -> None:
@@ -41,6 +42,7 @@ class Watched:
         self.asked.append(asked)
         self.slos.append(self._workers[0].snapshot(now_s).slo)
         placed = self._placer.place(prompt_tokens, hashes, avoid, now_s, asked)
+        self.placed.append(placed)
         return placed._replace(prefill=None) if prompt_tokens == 1900 else placed
 
 
@@ -227,6 +229,17 @@ def test_workers_of_one_machine_are_slower_together() -> None:
         0.02: pytest.approx(78, abs=1),
     }
     assert summary.e2e.largest == pytest.approx(0.010 + 39 * 0.020 + 60 * 0.010, abs=0.03)
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_placement_counts_with_cores_that_are_lent(lent: bool) -> None:
+    """The second prompt is in time behind the first one where both take half the time; else decode has to read it."""
+    half = LinearStepModel(0.005, 0.0, 0.0, 0.5e-4)
+    each = kind(spare_model=half if lent else None)
+    chosen = fleet((each, PREFILL, 1), (each, DECODE, 1), hop_s=0.0, kv_bytes_per_token=1.0)
+    placer = Watched(PolicyPlacer(chosen, ALL_WAYS, slo=Slo(0.4, 0.05)))
+    run(chosen, traffic([(0.0, 3000, 2), (0.03, 2000, 2)]), placer)
+    assert [where.prefill is not None for where in placer.placed] == [True, lent]
 
 
 def test_a_worker_is_held_to_the_tightest_class_of_its_requests() -> None:

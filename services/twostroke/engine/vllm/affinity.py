@@ -17,6 +17,14 @@ def core_list(cores: str) -> list[int]:
     return result
 
 
+def machine_id() -> str:
+    """Alike for all processes of this machine, those in containers too; empty where the kernel does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
 def run_where_the_worker_may() -> None:
     """Undoes the pinning of the engine core's threads.
 

@@ -103,7 +103,7 @@ class VllmEngine:
         await self._client.call_utility_async("twostroke_most_step_s", settings.most_step_s)
         self._info = engine_info(
             self._config, layout, vllm.__version__, phases.durations_ms, endpoint, prior, block_hashing(hashing),
-            settings.most_step_s,
+            settings,
         )  # fmt: skip
         return self._info
 

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from twostroke.config import WorkerSettings
 from twostroke.engine.base import EngineInfo
+from twostroke.engine.vllm.affinity import core_list, machine_id
 from twostroke.engine.vllm.codec import layout_order
 from twostroke.kv.layout import block_bytes, model_digest
 from twostroke.policy.block_hash import BlockHashing
 from twostroke.policy.prior import ModelCosts, accelerators, cpu, prior
+from twostroke.policy.spare import Cores
 from twostroke.policy.step_model import LinearStepModel
 from twostroke.v1.kv_pb2 import KvEndpoint, KvLayout
 
@@ -71,7 +74,7 @@ def engine_info(
     endpoint: KvEndpoint,
     prior: LinearStepModel,
     block_hashing: BlockHashing | None,
-    most_step_s: float,
+    settings: WorkerSettings,
 ) -> EngineInfo:
     """What the engine is, once it has started."""
     return EngineInfo(
@@ -88,5 +91,6 @@ def engine_info(
         block_hashing=block_hashing,
         start_phases=tuple(phases),
         kv_endpoint=endpoint,
-        most_step_s=most_step_s,
+        most_step_s=settings.most_step_s,
+        cores=Cores(machine_id(), core_list(settings.cores), core_list(settings.spare_cores)),
     )

@@ -36,13 +36,13 @@ def take_report(stats: Any) -> Report:
 
 def sample_row(sample: StepSample) -> list[float]:
     """A sample as it travels."""
-    return [*sample.batch, sample.duration_s]
+    return [*sample.batch, sample.duration_s, sample.spared_s]
 
 
 def to_sample(row: Sequence[Any]) -> StepSample:
     """What sample_row made a row of."""
-    *batch, duration_s = row
-    return StepSample(StepBatch(*batch), duration_s)
+    *batch, duration_s, spared_s = row
+    return StepSample(StepBatch(*batch), duration_s, spared_s)
 
 
 def change_row(change: Change) -> list[Any]:

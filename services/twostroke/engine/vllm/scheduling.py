@@ -215,8 +215,9 @@ class SharingScheduling(Scheduler):
             _, batch, begun_s = self._under_way.popleft()
             took_s = now_s - (begun_s if self._ended_s is None else self._ended_s)
             # What this worker can do by itself is what it promises: work on spare cores counts as done on its own.
-            own_s = took_s + getattr(model_runner_output, "spared_s", 0.0)
-            self._samples.append(StepSample(batch, own_s))
+            spared_s = getattr(model_runner_output, "spared_s", 0.0)
+            own_s = took_s + spared_s
+            self._samples.append(StepSample(batch, own_s, spared_s))
             if self.most_step_s:
                 self._pace.observe(batch, own_s, took_s)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
