@@ -235,7 +235,7 @@ def test_workers_of_one_machine_are_slower_together() -> None:
 def test_placement_counts_with_cores_that_are_lent(lent: bool) -> None:
     """The second prompt is in time behind the first one where both take half the time; else decode has to read it."""
     half = LinearStepModel(0.005, 0.0, 0.0, 0.5e-4)
-    each = kind(spare_model=half if lent else None)
+    each = kind(PLAIN, spare_model=half if lent else None)
     chosen = fleet((each, PREFILL, 1), (each, DECODE, 1), hop_s=0.0, kv_bytes_per_token=1.0)
     placer = Watched(PolicyPlacer(chosen, ALL_WAYS, slo=Slo(0.4, 0.05)))
     run(chosen, traffic([(0.0, 3000, 2), (0.03, 2000, 2)]), placer)
