@@ -120,7 +120,7 @@ class Costing:
         ttft_s = queue_s + run_s
         ttft_cost = self.strain(ttft_s / self._ttft_s)
         disturbed = self._stalled(worker, terms, steps, step_s) if terms.answers else 0.0
-        if worker.pending_prompt_tokens and self._passes(worker, worker.pending_prompt_tokens):
+        if self._passes(worker, worker.pending_prompt_tokens):
             then, now = (terms.backlog_s + steps * step_s) / worker.slo.ttft_s, terms.backlog_s / worker.slo.ttft_s
             disturbed += worker.pending_prompts * (self.strain(then) - self.strain(now))
         for borrower in worker.lends_to:

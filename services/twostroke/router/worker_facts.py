@@ -38,13 +38,13 @@ def lenders(infos: Mapping[str, GetInfoResponse]) -> Lenders:
     """Who lends cores to whom. infos: by the workers' keys."""
     found = {}
     for name, info in infos.items():
-        spare = set(info.cores.spare)
-        if others := [
-            other
-            for other, its in infos.items()
-            if other != name and its.cores.machine == info.cores.machine and not spare.isdisjoint(its.cores.own)
-        ]:
-            found[name] = frozenset(others)
+        machine, spare = info.cores.machine, set(info.cores.spare)
+        if machine and spare:
+            found[name] = frozenset(
+                other
+                for other, its in infos.items()
+                if other != name and its.cores.machine == machine and not spare.isdisjoint(its.cores.own)
+            )
     return found
 
 

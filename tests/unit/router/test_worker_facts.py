@@ -41,6 +41,8 @@ def test_cores_are_lent_by_who_owns_them_on_the_same_machine() -> None:
         "d3": GetInfoResponse(cores=Cores(machine="b", own=[1, 2])),
         "gpu": GetInfoResponse(cores=Cores(machine="a")),
         "old": GetInfoResponse(),
+        "somewhere": GetInfoResponse(cores=Cores(own=[0], spare=[1])),
+        "elsewhere": GetInfoResponse(cores=Cores(own=[1], spare=[0])),
     }
     assert lenders(infos) == {"p": {"d", "d2"}, "d": {"p"}}
 
