@@ -40,7 +40,7 @@ def numbers(own: Mapping[str, Mapping[str, float]]) -> Numbers:
         "vllm-router": system(32.0, 160, 25.0, 0.3),
         "all": own,
     }
-    return dict.fromkeys(("chat", "documents", "mixed"), by_system)
+    return dict.fromkeys(("chat", "documents", "mixed", "streams"), by_system)
 
 
 def checked(own: Mapping[str, Mapping[str, float]]) -> dict[str, bool]:
@@ -51,7 +51,7 @@ def checked(own: Mapping[str, Mapping[str, float]]) -> dict[str, bool]:
 
 def test_all_checks_are_ok_when_all_is_met() -> None:
     found = checked(system(20.0, 150, 1.4, 0.65))
-    assert len(found) == 2 + 3 + 1 + 1 + 3
+    assert len(found) == 2 + 2 * 3 + 1 + 1 + 4
     assert all(found.values()), found
 
 
@@ -61,7 +61,7 @@ def test_all_checks_are_ok_when_all_is_met() -> None:
         (system(21.0, 150, 1.4, 0.65), ["TTFT p50 of documents against one server on both cores"] * 2),
         (
             system(20.0, 170, 1.4, 0.65),
-            ["ITL p99 of chats while documents are read: how much lower than with vllm-router"],
+            ["ITL p99 of chats while documents are read: how much lower than with vllm-router"] * 2,
         ),
         (system(20.0, 150, 1.6, 0.65), ["TTFT p99 of chats beside documents"]),
         (system(20.0, 150, 1.4, 0.64), ["goodput against the best that is not twostroke, chunk-128"]),

@@ -24,7 +24,8 @@ GOOD = '{"mix": "m", "arrival_s": 1.5, "kind": "chat", "prompt_tokens": 3, "outp
 def test_the_committed_arrivals_are_what_the_seed_makes() -> None:
     assert COMMITTED.read_text() == "".join(lines(make())), "run python -m twostroke.bench.serve.traffic FILE"
     mixes = read(COMMITTED)
-    assert list(mixes) == ["chat", "documents", "mixed", "long"]
+    assert list(mixes) == ["chat", "documents", "mixed", "long", "streams"]
+    assert {each.kind for each in mixes["streams"]} == {CHAT, DOCUMENT}
     assert {each.kind for each in mixes["chat"]} == {CHAT}
     assert {each.kind for each in mixes["documents"]} == {DOCUMENT}
     assert {each.kind for each in mixes["mixed"]} == {CHAT, DOCUMENT}

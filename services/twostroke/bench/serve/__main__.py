@@ -39,7 +39,7 @@ from twostroke.measures import SloLimits, parse_slo
 
 app = make_app()
 
-MIXES = ("chat", "documents", "mixed")
+MIXES = ("chat", "documents", "mixed", "streams")
 QUICK_SECONDS, QUICK_DOCUMENT_TOKENS = 20.0, 2048
 
 # Both servers behind a round robin compute, and every path of a P/D system is taken, before anything is measured.

@@ -28,6 +28,8 @@ CHAT_PROMPT_TOKENS, CHAT_OUTPUT_TOKENS = (24, 64), (120, 180)
 FIRST_OUTPUT_TOKENS = (60, 90, 120, 150)
 """Of the chats with which a mix begins, so that as many run from the start as do later."""
 DOCUMENT_OUTPUT_TOKENS = 16
+STREAM_OUTPUT_TOKENS = 500
+"""Of an answer that is written from before a document comes until it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ def make() -> Mixes:
         "documents": _documents((0.0, 4096), (2.0, 2048), (6.0, 4096)),
         "mixed": _merged(_chats(source, 32.0), _documents((8.0, 4096), (11.0, 2048), (16.0, 4096))),
         "long": _merged(_chats(source, 70.0), _documents((4.0, 7000), (12.0, 4096))),
+        "streams": _merged(_streams(source), _documents((4.0, 4096))),
     }
 
 
@@ -129,6 +132,14 @@ def _chats(source: random.Random, seconds: float) -> list[Arrival]:
             source.randint(*CHAT_OUTPUT_TOKENS),
         )
         for index in range(int(seconds * CHATS_PER_S))
+    ]
+
+
+def _streams(source: random.Random) -> list[Arrival]:
+    """As many answers as run at a time elsewhere, for the whole mix."""
+    return [
+        Arrival(0.5 * index, CHAT, source.randint(*CHAT_PROMPT_TOKENS), STREAM_OUTPUT_TOKENS)
+        for index in range(len(FIRST_OUTPUT_TOKENS))
     ]
 
 
