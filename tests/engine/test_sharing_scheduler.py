@@ -240,3 +240,4 @@ def test_work_on_spare_cores_counts_as_done_on_own_ones(family: Callable[..., Fa
     e.end(planned, spared_s=100.0)
     ((row,),) = [report["steps"] for report in e.reports if report["steps"]]
     assert 100 <= to_sample(row).duration_s < 160
+    assert to_sample(row).spared_s == 100

@@ -87,6 +87,15 @@ async def test_its_blocks_have_the_names_that_a_router_computes(worker: Worker) 
     assert set(expected) <= {each for change in again.changes for each in change.stored.block_hashes}
 
 
+async def test_it_tells_whose_cores_it_uses(two_pools: TwoPools) -> None:
+    view = await watch(two_pools.grpc, lambda view: view.ready)
+    prefill, decode = (each.info.cores for each in sorted(view.workers, key=lambda each: each.info.worker_id)[::-1])
+    assert prefill.machine
+    assert prefill.machine == decode.machine
+    assert (prefill.own, prefill.spare) == (decode.spare, decode.own)
+    assert set(prefill.own).isdisjoint(decode.own)
+
+
 async def test_its_steps_are_about_what_it_expected_them_to_be(worker: Worker) -> None:
     costs = (await worker.info()).prior_costs
     prior = LinearStepModel(*(getattr(costs, field.name) for field in costs.DESCRIPTOR.fields))

@@ -121,12 +121,9 @@ class Costing:
         ttft_cost = self.strain(ttft_s / self._ttft_s)
         disturbed = self._stalled(worker, terms, steps, step_s) if terms.answers else 0.0
         if self._passes(worker, worker.pending_prompt_tokens):
-            then, now = (terms.backlog_s + steps * step_s) / worker.slo.ttft_s, terms.backlog_s / worker.slo.ttft_s
-            disturbed += worker.pending_prompts * (self.strain(then) - self.strain(now))
+            disturbed += self._later(worker, terms.backlog_s, terms.backlog_s + steps * step_s)
         for borrower in worker.lends_to:
-            now, then = backlogs_s(borrower, run_s)
-            slo_s = borrower.slo.ttft_s
-            disturbed += borrower.pending_prompts * (self.strain(then / slo_s) - self.strain(now / slo_s))
+            disturbed += self._later(borrower, *backlogs_s(borrower, run_s))
         fits = terms.room_tokens >= prompt_tokens and not (
             worker.max_sequences and running + worker.awaited_sequences >= worker.max_sequences
         )
@@ -146,6 +143,11 @@ class Costing:
             name in request.avoid,
             ttft_cost + disturbed,
         )
+
+    def _later(self, worker: WorkerSnapshot, before_s: float, now_s: float) -> float:
+        """Cost to the prompts that are pending on a worker of being computed in now_s instead of in before_s."""
+        slo_s = worker.slo.ttft_s
+        return worker.pending_prompts * (self.strain(now_s / slo_s) - self.strain(before_s / slo_s))
 
     def _stalled(self, worker: WorkerSnapshot, terms: Terms, steps: int, step_s: float) -> float:
         """Cost to the answers on a worker of so many steps that also hold a prompt."""

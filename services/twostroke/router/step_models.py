@@ -82,9 +82,9 @@ class StepModels:
         chunk = StepBatch(0, 0, QUICK_TOKENS, QUICK_TOKENS * QUICK_TOKENS / 2, 1)
         prefill_token_s = model.step_s(chunk) / QUICK_TOKENS
         known = self._known[facts.worker]
-        if not known.model.knows(WITH_PROMPT):
-            known = self._known[self._teachers.get((known.prior, WITH_PROMPT), facts.worker)]
-        return replace(facts, step_model=model, prefill_token_s=prefill_token_s, spare_share=known.model.spare_share)
+        taught = None if known.model.knows(WITH_PROMPT) else self._taught(known.prior, WITH_PROMPT)
+        share = (taught or known.model).spare_share
+        return replace(facts, step_model=model, prefill_token_s=prefill_token_s, spare_share=share)
 
     def predicted(self, address: str) -> LinearStepModel | None:
         """What is predicted of a worker's steps; None for one that has not described itself."""
@@ -92,14 +92,16 @@ class StepModels:
         if known is None:
             return None
         own = known.model.model
-        if not known.model.knows(WITH_PROMPT) and (other := self._taught(known.prior, WITH_PROMPT)):
+        if not known.model.knows(WITH_PROMPT) and (taught := self._taught(known.prior, WITH_PROMPT)):
+            other = taught.model
             return replace(
                 own,
                 per_prefill_token_s=other.per_prefill_token_s,
                 per_prefill_pair_s=other.per_prefill_pair_s,
                 per_prefill_chunk_s=other.per_prefill_chunk_s,
             )
-        if not known.model.knows(WITHOUT_PROMPT) and (other := self._taught(known.prior, WITHOUT_PROMPT)):
+        if not known.model.knows(WITHOUT_PROMPT) and (taught := self._taught(known.prior, WITHOUT_PROMPT)):
+            other = taught.model
             return replace(
                 own,
                 const_s=other.const_s,
@@ -110,9 +112,9 @@ class StepModels:
             )
         return own
 
-    def _taught(self, prior: LinearStepModel, kind: int) -> LinearStepModel | None:
+    def _taught(self, prior: LinearStepModel, kind: int) -> WorkerModel | None:
         teacher = self._teachers.get((prior, kind))
-        return self._known[teacher].model.model if teacher is not None else None
+        return self._known[teacher].model if teacher is not None else None
 
     def sure(self, address: str) -> bool:
         """Whether the predictions rest on what was seen."""

@@ -114,6 +114,7 @@ class PolicyPlacer:
         self._deadline_s = deadline_s
         self._kv_bytes_per_token = int(fleet.kv_bytes_per_token)
         self._streams = fleet.overlap
+        self._lends = any(group.kind.limits.spare_model is not None for group in fleet.groups)
         link = fleet.link
         block_tokens = max((group.kind.limits.block_tokens for group in fleet.groups), default=1)
         descriptor_s = link.descriptors_per_block * link.descriptor_s / block_tokens
@@ -153,7 +154,7 @@ class PolicyPlacer:
                 deadline_s=self._deadline_s,
             ),
             ClusterSnapshot(
-                share_cores(snapshots, _lenders(workers)),
+                share_cores(snapshots, _lenders(workers)) if self._lends else snapshots,
                 default_link=self._link,
                 kv_bytes_per_token=self._kv_bytes_per_token,
                 streams_kv=self._streams,

@@ -214,7 +214,7 @@ class SharingScheduling(Scheduler):
         if self._under_way and self._under_way[0][0] is scheduler_output:
             _, batch, begun_s = self._under_way.popleft()
             took_s = now_s - (begun_s if self._ended_s is None else self._ended_s)
-            # What this worker can do by itself is what it promises: work on spare cores counts as done on its own.
+            # Models are of own cores, which a worker always has: work on spare ones counts as done on its own.
             spared_s = getattr(model_runner_output, "spared_s", 0.0)
             own_s = took_s + spared_s
             self._samples.append(StepSample(batch, own_s, spared_s))
